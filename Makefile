@@ -1,0 +1,50 @@
+# Every target makes .venv on first use. Override the PyTorch build with e.g. `make demo TORCH=torch==2.11.0`.
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?=
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+CONSTRAINT := $(if $(TORCH),,-c constraints-cpu.txt)
+# One intra-op thread: two on a busy machine can be thirty times slower.
+export OMP_NUM_THREADS = 1
+export MKL_NUM_THREADS = 1
+
+.PHONY: demo test test-slow test-fast lint docs bench clean
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "fedprism needs Python 3.11 or newer; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(BIN)/python pyproject.toml constraints-cpu.txt
+	$(PIP) install -q $(CONSTRAINT) $(TORCH) -e '.[report]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) install -q $(CONSTRAINT) $(TORCH) -e '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.installed  ## train six methods on five domains, print a table, write demo/report.html
+	$(BIN)/fedprism demo
+
+test: $(VENV)/.installed-dev lint  ## everything that must pass before a change lands
+	$(BIN)/python -m pytest -n 2 --cov --cov-report=term
+	
+test-fast: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n 2 -x
+
+test-slow: $(VENV)/.installed-dev  ## minutes, and real data where FEDPRISM_DATA points to it
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: $(VENV)/.installed-dev
+	$(BIN)/mkdocs build --strict
+
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/round_speed.py
+
+clean:
+	rm -rf $(VENV) build dist site demo .coverage* .mypy_cache .pytest_cache .ruff_cache

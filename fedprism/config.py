@@ -1,0 +1,370 @@
+"""The configuration of a run: frozen dataclasses, read from YAML, the command line or Python.
+
+Each field carries its meaning as `doc`, which `fedprism run --print-config` writes as a comment. Things that are a name and
+settings of their own (a method, a model, a partition, a schedule) are `Named`: their settings are checked where the name is
+looked up. An unknown key is an error that names the nearest right one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from cattrs import Converter, transform_error
+from cattrs.errors import BaseValidationError, ForbiddenExtraKeysError
+
+from fedprism.errors import ConfigError, unknown
+
+T = TypeVar("T")
+
+
+def setting(default: Any, doc: str, check: Callable[[Any], bool] | None = None, expected: str = "") -> Any:
+    """A dataclass field with its meaning and, where a type is not enough, what a value must satisfy."""
+    metadata = {"doc": doc, "check": check, "expected": expected}
+    if isinstance(default, (list, dict)) or dataclasses.is_dataclass(default):
+        return field(default_factory=lambda: default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def required(doc: str) -> Any:
+    """A dataclass field without a default."""
+    return field(metadata={"doc": doc})
+
+
+def positive(value: Any) -> bool:
+    return value is None or value > 0
+
+
+def share(value: Any) -> bool:
+    return value is None or 0 <= value <= 1
+
+
+@dataclass(frozen=True)
+class Named:
+    """A name and the settings that belong to it: `{name: fedprox, mu: 0.1}`, or just `fedprox`."""
+
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def plain(self) -> dict[str, Any]:
+        return {"name": self.name, **self.settings}
+
+
+@dataclass(frozen=True)
+class SplitConfig:
+    validation: float = setting(0.1, "share of a client's images kept for choosing the best round", share, "0 to 1")
+    test: float | None = setting(None, "share kept for the test; null: the dataset's own test part or share", share, "0 to 1")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    name: str = setting("digits-skew", "`fedprism list datasets`, or folder:PATH")
+    root: str | None = setting(None, "where datasets lie; null: $FEDPRISM_DATA, else the user's cache")
+    partition: Named = setting(Named("domain", {"clients": 5}), "how images are dealt; `fedprism list partitions`")
+    split: SplitConfig = setting(SplitConfig(), "train / validation / test, fixed by the seed")
+    samples: int | None = setting(None, "a fixed number of training images a client; null: all", positive, "1 or more")
+    public: int = setting(0, "images set aside for everyone before dealing", lambda v: v >= 0, "0 or more")
+    image_size: int = setting(16, "pixels a side", positive, "1 or more")
+    normalize: Literal["half", "none"] = setting("half", "half: to [-1, 1]; none: to [0, 1]")
+    augment: Literal["none"] = setting("none", "changes to training images, drawn anew each epoch")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    name: str = setting("lenet-bn", "`fedprism list models`")
+    head_layers: int | Literal["all"] = setting(1, "how many of the fully connected layers are the head: 1, 2 or all")
+    per_client: Any = setting(None, "a list (client m gets the m mod len-th) or a map by client name, instead of one name")
+    settings: Mapping[str, Any] = setting({}, "what else the named model takes, such as width")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    name: Literal["sgd", "adam"] = setting("sgd", "sgd or adam; its state starts at zero in every pass")
+    lr: float = setting(0.05, "learning rate", positive, "above 0")
+    momentum: float = setting(0.5, "of SGD", lambda v: 0 <= v < 1, "0 to below 1")
+    weight_decay: float = setting(0.0, "L2 penalty", lambda v: v >= 0, "0 or more")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    rounds: int = setting(30, "communication rounds", positive, "1 or more")
+    epochs: int = setting(1, "local epochs a round", positive, "1 or more")
+    batch: int = setting(32, "images a step", positive, "1 or more")
+    last_batch: Literal["keep", "drop"] = setting("keep", "the last, smaller batch (a client's only batch is always kept)")
+    optimizer: OptimizerConfig = setting(OptimizerConfig(), "of the clients")
+    schedule: Named = setting(Named("none"), "none, cosine, {name: step, every: 10, gamma: 0.5}, {name: exponential, gamma: 0.99}")
+    clip: float | None = setting(None, "largest norm of a step's gradient; null: no limit", positive, "above 0")
+    bn: Literal["method", "shared", "local", "local-stats"] = setting(
+        "method", "batch norm: shared, local, local-stats (affine shared, statistics local), or what the method's paper says"
+    )
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    optimizer: Literal["none"] = setting("none", "what the server does with the average")
+    lr: float = setting(1.0, "step of the server towards the average", positive, "above 0")
+
+
+@dataclass(frozen=True)
+class ClientsConfig:
+    participation: float | tuple[float, float] = setting(
+        1.0,
+        "share of clients a round, or a range [lo, hi] from which each round draws its share; never fewer than one client",
+        lambda v: 0 < v <= 1 if isinstance(v, float | int) else 0 <= v[0] <= v[1] <= 1 and v[1] > 0,
+        "above 0 to 1, or [lo, hi] within 0 to 1",
+    )
+    dropout: float = setting(0.0, "probability that a sampled client fails after training", share, "0 to 1")
+    weighting: Literal["method", "samples", "uniform"] = setting("method", "of the clients in an average")
+    broadcast: Literal["method", "participants", "all"] = setting("method", "who is sent the new state")
+    train: Literal["method", "participants", "all"] = setting("method", "who trains; only participants are averaged")
+    state: Literal["memory"] = setting("memory", "where clients' states live between rounds")
+
+
+MOMENTS = ("received", "trained", "adapted", "global")
+SPLITS = ("train", "validation", "test")
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    every: int = setting(1, "rounds between evaluations; the first state and the last round are always evaluated", positive, "1 or more")
+    moments: tuple[Literal["received", "trained", "adapted", "global"], ...] = setting(
+        ("received", "trained"), "received, trained, adapted, global: see docs/protocols.md"
+    )
+    splits: tuple[Literal["train", "validation", "test"], ...] = setting(("validation", "test"), "parts of each client's data")
+    clients: Literal["all", "participants"] = setting("all", "whom to evaluate")
+    train_loss: bool = setting(False, "evaluate the training part too")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    engine: str = setting("auto", "`fedprism list engines`")
+    device: str = setting("auto", "cpu, cuda, cuda:1; auto: cuda where there is one")
+    threads: int = setting(1, "intra-op threads of a client; the bits depend on it", positive, "1 or more")
+    memory_format: Literal["contiguous", "channels_last"] = setting("contiguous", "of images; the bits depend on it")
+    deterministic: bool = setting(True, "the same seed gives the same bits, on a GPU too")
+    precision: Literal["auto", "fp32", "tf32"] = setting("auto", "auto: tf32 on a GPU that has it, fp32 elsewhere")
+    compile: Literal[False] = setting(False, "compile the training step")
+    slots: int | Literal["auto"] = setting("auto", "clients at once on a GPU")
+    workers: int | Literal["auto"] = setting("auto", "worker processes on a CPU")
+    checkpoint_every: int = setting(5, "rounds between checkpoints; a new best round is always kept", positive, "1 or more")
+    keep_rounds: tuple[int, ...] = setting((), "rounds whose checkpoints are never deleted")
+    out: str = setting("runs/{config}/{method}-{seed}", "where the run is written")
+
+
+@dataclass(frozen=True)
+class Config:
+    seed: int = setting(0, "of the split, the first weights, and every draw")
+    data: DataConfig = setting(DataConfig(), "")
+    model: ModelConfig = setting(ModelConfig(), "")
+    method: Named = setting(Named("fedavg"), "`fedprism list methods`, `fedprism explain METHOD`, or path/to/file.py:Class")
+    train: TrainConfig = setting(TrainConfig(), "")
+    server: ServerConfig = setting(ServerConfig(), "")
+    clients: ClientsConfig = setting(ClientsConfig(), "")
+    evaluate: EvaluateConfig = setting(EvaluateConfig(), "")
+    run: RunConfig = setting(RunConfig(), "")
+
+
+# --- from and to plain values ----------------------------------------------------------------------------------------
+
+
+def _strict(kind: type, accepts: tuple[type, ...], words: str) -> Callable[[Any, Any], Any]:
+    def hook(raw: Any, _: Any) -> Any:
+        if not isinstance(raw, accepts) or (isinstance(raw, bool) and kind is not bool):
+            raise ConfigError(f"{raw!r} is not {words}")
+        return kind(raw)
+
+    return hook
+
+
+def _literal(raw: Any, kind: Any) -> Any:
+    choices = typing.get_args(kind)
+    if any(raw == choice and type(raw) is type(choice) for choice in choices):
+        return raw
+    raise ConfigError(unknown("value", str(raw), [str(choice) for choice in choices]))
+
+
+def _union(raw: Any, kind: Any) -> Any:
+    if raw is None and type(None) in typing.get_args(kind):
+        return None
+    wrong = []
+    for option in typing.get_args(kind):
+        if option is not type(None):
+            try:
+                return _converter.structure(raw, option)
+            except (BaseValidationError, ConfigError, TypeError, ValueError) as error:
+                wrong.append(str(error) if isinstance(error, ConfigError) else f"{raw!r} is not {option}")
+    raise ConfigError("; ".join(wrong))
+
+
+def _named(raw: Any, _: Any) -> Named:
+    if isinstance(raw, Named):
+        return raw
+    if isinstance(raw, str):
+        return Named(raw)
+    if not isinstance(raw, Mapping) or not isinstance(raw.get("name"), str):
+        raise ConfigError(f"{raw!r} is neither a name nor a mapping with a `name`")
+    return Named(raw["name"], {str(k): v for k, v in raw.items() if k != "name"})
+
+
+def _model(raw: Any, _: Any) -> ModelConfig:
+    """`model` takes what its named model takes, beside its own keys."""
+    if isinstance(raw, str):
+        raw = {"name": raw}
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{raw!r} is neither a model's name nor a mapping")
+    own = {f.name for f in dataclasses.fields(ModelConfig)} - {"settings"}
+    known = {k: v for k, v in raw.items() if k in own}
+    if "head_layers" in known:
+        known["head_layers"] = _converter.structure(known["head_layers"], int | Literal["all"])  # type: ignore[arg-type]
+    return ModelConfig(**known, settings={k: v for k, v in raw.items() if k not in own})
+
+
+def _is_union(kind: Any) -> bool:
+    return typing.get_origin(kind) in (typing.Union, types.UnionType)
+
+
+_converter = Converter(forbid_extra_keys=True)
+_converter.register_structure_hook(bool, _strict(bool, (bool,), "true or false"))
+_converter.register_structure_hook(int, _strict(int, (int,), "a whole number"))
+_converter.register_structure_hook(float, _strict(float, (int, float), "a number"))
+_converter.register_structure_hook(str, _strict(str, (str,), "a text"))
+_converter.register_structure_hook_func(lambda kind: typing.get_origin(kind) is Literal, _literal)
+_converter.register_structure_hook_func(_is_union, _union)
+_converter.register_structure_hook(Named, _named)
+_converter.register_structure_hook(ModelConfig, _model)
+_converter.register_unstructure_hook(Named, lambda named: named.plain())
+_converter.register_unstructure_hook(tuple, list)
+
+
+def structure(raw: Any, kind: type[T], where: str = "") -> T:
+    """Plain dicts, lists and scalars as a `kind` of dataclass; an error names the path of the mistaken key or value."""
+    try:
+        value = _converter.structure(raw if raw is not None else {}, kind)
+    except BaseValidationError as error:
+        lines = transform_error(error, path=where or "$", format_exception=_words)
+        raise ConfigError("\n".join(line.replace("$.", "").replace("$", "the configuration") for line in lines)) from None
+    except ConfigError as error:
+        raise ConfigError(f"{error} @ {where}" if where else str(error)) from None
+    _check(value, where)
+    return value
+
+
+def _words(error: BaseException, kind: type | None) -> str:
+    if isinstance(error, ForbiddenExtraKeysError):
+        known = [f.name for f in dataclasses.fields(error.cl)]
+        return " ".join(unknown("key", str(name), known) for name in sorted(error.extra_fields, key=str))
+    if isinstance(error, ConfigError):
+        return str(error)
+    if isinstance(error, KeyError):
+        return f"the key {error} is missing"
+    words = f"a mapping of {kind.__name__} keys" if dataclasses.is_dataclass(kind) else str(getattr(kind, "__name__", kind))
+    return f"expected {words} ({error})"
+
+
+def _check(value: Any, where: str) -> None:
+    """What a type cannot say: ranges, as each field's metadata gives them."""
+    for f in dataclasses.fields(value):
+        item, path = getattr(value, f.name), f"{where}.{f.name}" if where else f.name
+        check = f.metadata.get("check")
+        if check is not None and not check(item):
+            raise ConfigError(f"{path} is {item!r}; expected {f.metadata['expected']}.")
+        if dataclasses.is_dataclass(item) and not isinstance(item, Named):
+            _check(item, path)
+
+
+def plain(value: Any) -> Any:
+    """The inverse of `structure`: dicts, lists and scalars that YAML and JSON can hold."""
+    if isinstance(value, Named):
+        return {k: plain(v) for k, v in value.plain().items()}
+    if isinstance(value, ModelConfig):
+        own = {"per_client": value.per_client} if value.per_client is not None else {"name": value.name}
+        return plain({**own, "head_layers": value.head_layers, **value.settings})
+    if dataclasses.is_dataclass(value):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    return value
+
+
+# --- files, overrides, comments --------------------------------------------------------------------------------------
+
+
+def read(path: str | Path, overrides: Iterable[str] = ()) -> Config:
+    """A YAML file as a `Config`, with `key.path=value` overrides laid over it."""
+    path = Path(path)
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no configuration at {path}; `fedprism run --print-config > {path}` writes one.") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read as YAML: {error}") from None
+    if raw is not None and not isinstance(raw, dict):
+        raise ConfigError(f"{path} holds {type(raw).__name__}; expected keys such as `data:` and `method:`.")
+    return structure(override(raw or {}, overrides), Config)
+
+
+def override(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """`raw` with `train.rounds=50`-like settings laid over it; values are read as YAML.
+
+    >>> override({"train": {"rounds": 30}}, ["train.rounds=50", "method.name=fedprox"])
+    {'train': {'rounds': 50}, 'method': {'name': 'fedprox'}}
+    """
+    result: dict[str, Any] = {k: dict(v) if isinstance(v, Mapping) else v for k, v in raw.items()}
+    for text in overrides:
+        path, equals, value = text.partition("=")
+        keys = path.strip().split(".")
+        if not equals or not all(keys):
+            raise ConfigError(f"--set {text!r}: expected key.path=value, such as train.rounds=50.")
+        try:
+            parsed = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {text!r}: the value is not YAML ({error}).") from None
+        level = result
+        for name in keys[:-1]:
+            inner = level.get(name)
+            if isinstance(inner, str) and name in ("method", "model", "partition", "schedule"):
+                inner = {"name": inner}
+            level[name] = dict(inner) if isinstance(inner, Mapping) else {}
+            level = level[name]
+        level[keys[-1]] = parsed
+    return result
+
+
+def dump(config: Config) -> str:
+    """The configuration as YAML without comments: what a run directory keeps."""
+    return yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
+
+
+def commented(config: Config) -> str:
+    """The configuration as YAML, every key with its meaning as a comment."""
+    lines: list[str] = ["# A complete fedprism configuration: every key, its value and its meaning. Run it with `fedprism run FILE`."]
+    _commented(config, "", lines)
+    return "\n".join(lines) + "\n"
+
+
+def _commented(value: Any, indent: str, lines: list[str]) -> None:
+    for f in dataclasses.fields(value):
+        item, doc = getattr(value, f.name), f.metadata.get("doc", "")
+        note = f"  # {doc}" if doc else ""
+        if isinstance(item, ModelConfig) or (dataclasses.is_dataclass(item) and not isinstance(item, Named)):
+            lines.append(f"{indent}{f.name}:{note}")
+            _commented(item, indent + "  ", lines)
+        elif isinstance(value, ModelConfig) and (f.name == "settings" or (f.name == "name" and value.per_client is not None)):
+            lines.extend(f"{indent}{k}: {_flow(v)}" for k, v in (item.items() if f.name == "settings" else ()))
+        elif isinstance(value, ModelConfig) and f.name == "per_client" and item is None:
+            lines.append(f"{indent}# per_client: [lenet-bn, mlp]{note}")
+        else:
+            lines.append(f"{indent}{f.name}: {_flow(plain(item))}{note}")
+
+
+def _flow(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000, allow_unicode=True)
+    return text.removesuffix("...\n").strip()

@@ -1,0 +1,171 @@
+"""One client, one round: the function that every engine runs, whether in this process, in another or on a far machine.
+
+It is given the method, the configuration, public knowledge, the client's data, its state (None: its first time) and what was
+sent; it gives back the new state, the upload and what is to be recorded. It remembers nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from fedprism.config import Config
+from fedprism.engines.evaluate import score
+from fedprism.engines.events import Score
+from fedprism.engines.passes import learning_rate, run_pass
+from fedprism.federation import ClientData
+from fedprism.methods.base import Info, Me, Method, Now, Pass, State, load
+from fedprism.methods.leaves import travelling
+from fedprism.models import architectures
+
+Scores = dict[str, dict[str, Score]]  # moment -> split
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a client works with in one round, state and download aside."""
+
+    method: Method
+    config: Config
+    info: Info
+    data: ClientData
+    round: int  # counts from 0
+    device: torch.device = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a client's round gives back."""
+
+    state: State
+    upload: State  # as sent: encoded
+    samples: int
+    logs: Mapping[str, float]
+    scores: Scores
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a client gave nothing back this round; its state stays as it was."""
+
+    reason: str
+    non_finite: bool = False
+
+
+def client_round(job: Job, state: State | None, down: State, slot: Me | None = None) -> Result | Failure:
+    """Receive, train, upload; and the scores of the moment `trained`, where asked for."""
+    method, config = job.method, job.config
+    me = slot or open_slot(job)
+    now = _enter(me, job, state, down)
+    now = _train(me, job, now, method.passes)
+    with torch.no_grad():
+        upload = {name: tensor.detach().clone() for name, tensor in method.upload(me, now).items()}
+    kept = take(me.model)
+    bad = next((name for name, tensor in {**kept, **upload}.items() if not finite(tensor)), None)
+    if bad is not None:
+        return Failure(f"{bad} is not finite after local training", non_finite=True)
+    logs = {name: float(torch.stack(values).mean()) for name, values in me.logs.items()}
+    moments = [moment for moment in config.evaluate.moments if moment == "trained" and due(config, job.round + 1)]
+    scores = {moment: _score(me, job, moment) for moment in moments}
+    return Result(kept, method.encode(upload, now), len(job.data.train), logs, scores)
+
+
+def client_evaluate(job: Job, state: State | None, down: State, slot: Me | None = None) -> Scores:
+    """The scores of a client that has just been sent `down`: `received`, `global` and, on a throw-away copy, `adapted`."""
+    me = slot or open_slot(job)
+    now = _enter(me, job, state, down)
+    moments = job.config.evaluate.moments
+    scores = {m: _score(me, job, m) for m in ("received", "global") if m in moments and (m != "global" or job.method.has_global)}
+    if "adapted" in moments:
+        _train(me, job, now, job.method.adapt)
+        scores["adapted"] = _score(me, job, "adapted")
+    return scores
+
+
+def client_receive(job: Job, state: State | None, down: State, slot: Me | None = None) -> State:
+    """The state of a client that is sent something and does not train."""
+    me = slot or open_slot(job)
+    _enter(me, job, state, down)
+    return take(me.model)
+
+
+# --- the pieces ------------------------------------------------------------------------------------------------------
+
+
+def make_info(config: Config, clients: Sequence[str], classes: int, shape: tuple[int, int, int]) -> Info:
+    """Public knowledge, from the configuration and the list of clients."""
+    archs = architectures(config.model, tuple(clients), classes, shape)
+    return Info(tuple(clients), classes, archs, config.seed)
+
+
+def make_now(method: Method, config: Config, info: Info, model: nn.Module, round: int, client: str | None = None) -> Now:
+    """Where we are; `model` is that client's (or the server's), which decides what travels."""
+    weighting = method.weighting if config.clients.weighting == "method" else config.clients.weighting
+    now = Now(round, config.train.rounds, info, config.train, learning_rate(config.train, round), weighting, client)
+    bn = method.bn if config.train.bn == "method" else config.train.bn
+    wanted = set(method.shared(model, now))
+    names = tuple(name for name in model.state_dict() if name in wanted)
+    return replace(now, shared=travelling(model, names, bn))
+
+
+def open_slot(job: Job) -> Me:
+    """A slot for this client's architecture; it can serve every client that has the same one."""
+    model = job.method.build(job.info.archs[job.data.name], job.data.name, job.info, job.info.seed)
+    layout = torch.channels_last if job.config.run.memory_format == "channels_last" else torch.contiguous_format
+    return Me(model.to(job.device, memory_format=layout), job.config.train, job.info)  # type: ignore[call-overload]
+
+
+def take(model: nn.Module) -> State:
+    """A copy of a model's state that the slot's next client cannot touch."""
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
+
+
+def due(config: Config, after: int) -> bool:
+    """Is the state after so many rounds evaluated? The first, the last and every k-th are."""
+    return after % config.evaluate.every == 0 or after == config.train.rounds
+
+
+def _enter(me: Me, job: Job, state: State | None, down: State) -> Now:
+    """Load the client's state into the slot and let the method receive what was sent."""
+    client, info = job.data.name, job.info
+    me.logs.clear()
+    first = state if state is not None else job.method.build(info.archs[client], client, info, info.seed).state_dict()
+    load(me.model, first)
+    now = make_now(job.method, job.config, info, me.model, job.round, client)
+    now = replace(now, data=job.data.to(job.device), new=state is None, device=job.device)
+    with torch.no_grad():
+        sent = {name: tensor.to(job.device) for name, tensor in down.items()}
+        now = replace(now, down=job.method.decode(sent, now))
+        job.method.receive(me, now)
+    return now
+
+
+def _train(me: Me, job: Job, now: Now, plan: Callable[[Me, Now], list[Pass]]) -> Now:
+    """Run the passes that `plan` (the method's `passes` or `adapt`) names, after `start`."""
+    passes = plan(me, now)
+    if not passes:
+        return now
+    with torch.no_grad():
+        job.method.start(me, now)
+    for each in passes:
+        now = run_pass(me, each, now, job.config)
+    return now
+
+
+def _score(me: Me, job: Job, moment: str) -> dict[str, Score]:
+    """Every configured split of this client, scored with the model in the slot."""
+    config = job.config
+    predict = job.method.predict_global if moment == "global" else job.method.predict
+    splits = list(config.evaluate.splits)
+    if config.evaluate.train_loss and "train" not in splits:
+        splits.insert(0, "train")
+    data = job.data.to(job.device)
+    purpose = (job.info.seed, "predict", job.round, job.data.name, moment)
+    return {s: score(predict, me.model, data.split(s), config, data.classes, (*purpose, s)) for s in splits if len(data.split(s))}

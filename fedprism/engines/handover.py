@@ -1,0 +1,94 @@
+"""A client's round as files: for a worker in another process or on another machine that shares nothing but a folder.
+
+In the folder: `task.json` (the configuration, public knowledge, the round), `data.safetensors`, `state.safetensors` (absent the
+first time) and `down.safetensors`. Afterwards: `state.safetensors`, `upload.safetensors` and `records.json`, or `failure.json`.
+
+    python -m fedprism.engines.handover FOLDER
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from fedprism.config import Config, plain, structure
+from fedprism.engines.client import Failure, Job, Result, client_round, make_info
+from fedprism.engines.events import Score
+from fedprism.engines.numerics import choose_device, numerics
+from fedprism.federation import ClientData, Split
+from fedprism.methods import make
+from fedprism.methods.base import State
+
+SPLITS = ("train", "validation", "test")
+
+
+def write_task(folder: Path, job: Job, state: State | None, down: State) -> None:
+    """All that a client's round needs, and nothing else, as files."""
+    task = {
+        "config": plain(job.config),
+        "clients": list(job.info.clients),
+        "classes": job.info.classes,
+        "shape": list(job.info.arch.shape),
+        "client": job.data.name,
+        "domain": job.data.domain,
+        "round": job.round,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "task.json").write_text(json.dumps(task), encoding="utf-8")
+    parts = {f"{s}.{leaf}": getattr(job.data.split(s), leaf) for s in SPLITS for leaf in ("x", "y")}
+    _write(folder / "data.safetensors", parts)
+    _write(folder / "down.safetensors", down)
+    if state is not None:
+        _write(folder / "state.safetensors", state)
+
+
+def run_task(folder: Path) -> None:
+    """Read a task, run the client's round, write what it gives back."""
+    task: dict[str, Any] = json.loads((folder / "task.json").read_text(encoding="utf-8"))
+    config = structure(task["config"], Config)
+    device = choose_device(config.run.device)
+    info = make_info(config, task["clients"], task["classes"], tuple(task["shape"]))
+    parts = load_file(folder / "data.safetensors")
+    splits = {s: Split(parts[f"{s}.x"], parts[f"{s}.y"]) for s in SPLITS}
+    data = ClientData(task["client"], task["domain"], **splits, classes=info.classes)
+    job = Job(make(config.method), config, info, data.to(device), task["round"], device)
+    kept = folder / "state.safetensors"
+    state = load_file(kept) if kept.exists() else None
+    with numerics(config.run, device):
+        answer = client_round(job, state, load_file(folder / "down.safetensors"))
+    if isinstance(answer, Failure):
+        (folder / "failure.json").write_text(json.dumps(dataclasses.asdict(answer)), encoding="utf-8")
+        return
+    _write(folder / "upload.safetensors", answer.upload)
+    records = {"samples": answer.samples, "logs": answer.logs, "scores": plain(answer.scores)}
+    (folder / "records.json").write_text(json.dumps(records), encoding="utf-8")
+    _write(kept, answer.state)
+
+
+def read_result(folder: Path) -> Result | Failure:
+    """What `run_task` left."""
+    failure = folder / "failure.json"
+    if failure.exists():
+        return Failure(**json.loads(failure.read_text(encoding="utf-8")))
+    records = json.loads((folder / "records.json").read_text(encoding="utf-8"))
+    scores = {
+        moment: {split: Score(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}) for split, values in of.items()}
+        for moment, of in records["scores"].items()
+    }
+    state, upload = load_file(folder / "state.safetensors"), load_file(folder / "upload.safetensors")
+    return Result(state, upload, records["samples"], records["logs"], scores)
+
+
+def _write(path: Path, state: State) -> None:
+    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}, path)
+
+
+if __name__ == "__main__":
+    torch.set_num_interop_threads(1)
+    run_task(Path(sys.argv[1]))

@@ -1,0 +1,252 @@
+"""The only round loop: cohort -> send -> clients (through an engine) -> check uploads -> aggregate -> evaluate.
+
+It knows who takes part, who is sent the new state and who trains; a method knows what, an engine knows where. Records,
+progress and trackers are callbacks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from fedprism import keys
+from fedprism.config import ClientsConfig, Config
+from fedprism.engines.client import Failure, Result, due, finite, make_now
+from fedprism.engines.events import Callback, Plan, RoundRecord, Score, Snapshot, Status
+from fedprism.engines.inprocess import Engine, Request
+from fedprism.errors import ConfigError, FedprismError
+from fedprism.federation import Federation
+from fedprism.methods.base import Info, Method, Now, State, Upload
+from fedprism.models import Arch
+
+States = dict[str, State | None]
+Scores = dict[str, dict[str, dict[str, Score]]]  # moment -> split -> client
+
+
+@dataclass
+class Loop:
+    """A run in memory: the server's state, every client's state, and what moves them by one round."""
+
+    method: Method
+    config: Config
+    info: Info
+    federation: Federation
+    engine: Engine
+    device: torch.device
+    models: dict[Arch, nn.Module]  # one of each architecture, to ask the method what travels
+    server: State
+    states: States
+
+    def run(self, callbacks: Sequence[Callback], start: Snapshot | None = None) -> Status:
+        """All rounds (after `start`, if given); returns `finished` or `diverged`."""
+        first = 0
+        if start is not None:
+            first, self.states = start.round, dict(start.clients)
+            self.server = {name: tensor.to(self.device) for name, tensor in start.server.items()}
+        for callback in callbacks:
+            callback.begin(self.plan(0 if start is None else first + 1))
+        status: Status = "interrupted"
+        try:
+            if start is None:
+                self._tell(callbacks, self.first_record())
+            diverged = False
+            for round in range(first, self.config.train.rounds):
+                record, diverged = self.one_round(round)
+                self._tell(callbacks, record)
+                if diverged:
+                    break
+            status = "diverged" if diverged else "finished"
+        finally:
+            for callback in callbacks:
+                callback.end(status)
+        return status
+
+    def one_round(self, round: int) -> tuple[RoundRecord, bool]:
+        """Move everything by one round; the record, and whether training has diverged."""
+        clock = _Clock()
+        config, clients = self.config, self.config.clients
+        now = self.now(round)
+        cohort = draw_cohort(clients, self.info, round)
+        trainers = self.info.clients if self._policy(clients.train, self.method.trainers) == "all" else cohort
+        told = self.info.clients if self._policy(clients.broadcast, self.method.broadcast) == "all" else trainers
+        requests = {client: self._request(client, now) for client in told}
+        down = {client: size(request.down) for client, request in requests.items()}
+
+        # A client that drops out has trained in vain: its state stays and nothing arrives, so its training is not computed.
+        dropped = drop_outs(clients, self.info, cohort, round)
+        failed: dict[str, str] = {client: "dropped out after training" for client in dropped}
+        answers = self.engine.train(round, {c: requests[c] for c in trainers if c not in dropped})
+        clock.lap("train")
+
+        uploads, up, logs, trained, lost = [], {}, {}, {}, 0
+        for client in (c for c in trainers if c in answers):
+            answer = self._accept(answers[client], client, now, in_cohort=client in cohort)
+            if isinstance(answer, Failure):
+                failed[client] = answer.reason
+                lost += answer.non_finite
+                continue
+            self.states[client] = answer.state
+            logs[client], trained[client] = answer.logs, answer.scores
+            if client in cohort:
+                up[client] = size(answer.upload)
+                uploads.append(Upload(client, answer.samples, self.method.decode(answer.upload, now)))
+        if uploads:
+            self.server = self._aggregate(uploads, now)
+        idle = {client: requests[client] for client in told if client not in trainers}
+        for client, state in self.engine.receive(round, idle).items():
+            if not isinstance(state, Failure):
+                self.states[client] = state
+        clock.lap("aggregate")
+
+        scores: Scores = {}
+        if due(config, round + 1):
+            scores = self.evaluate(round + 1, cohort)
+            _add(scores, trained)
+        clock.lap("evaluate")
+        record = RoundRecord(round + 1, cohort, failed, down, up, logs, scores, clock.seconds())
+        return record, lost > 0 and lost == len(answers)
+
+    def evaluate(self, round: int, cohort: Sequence[str]) -> Scores:
+        """The moments that follow an aggregation, for the clients that the configuration names."""
+        clients = self.info.clients if self.config.evaluate.clients == "all" else cohort
+        if not set(self.config.evaluate.moments) - {"trained"}:
+            return {}
+        now = self.now(round)
+        answers = self.engine.evaluate(round, {client: self._request(client, now) for client in clients})
+        scores: Scores = {}
+        _add(scores, {client: answer for client, answer in answers.items() if not isinstance(answer, Failure)})
+        return scores
+
+    def first_record(self) -> RoundRecord:
+        """Round 0: the first state, before any training."""
+        clock = _Clock()
+        scores = self.evaluate(0, draw_cohort(self.config.clients, self.info, 0))
+        clock.lap("evaluate")
+        return RoundRecord(0, (), {}, {}, {}, {}, scores, clock.seconds())
+
+    def now(self, round: int) -> Now:
+        """The server's `now`."""
+        return make_now(self.method, self.config, self.info, self.models[self.info.arch], round)
+
+    def plan(self, first: int) -> Plan:
+        """What callbacks are told at the start."""
+        parts = {n: (len(d.train), len(d.validation), len(d.test)) for n, d in self.federation.clients.items()}
+        sizes = {arch: sum(p.numel() for p in model.parameters()) for arch, model in self.models.items()}
+        return Plan(
+            config=self.config,
+            method=self.method.id,
+            clients=self.info.clients,
+            samples=parts,
+            class_names=self.federation.class_names,
+            parameters={n: sizes[self.info.archs[n]] for n in self.info.clients},
+            rounds=self.config.train.rounds,
+            first_round=first,
+            moment=self.method.moment,
+        )
+
+    def _request(self, client: str, now: Now) -> Request:
+        down = self.method.send(self.server, client, replace(now, client=client))
+        return Request(self.states[client], self.method.encode(down, now))
+
+    def _accept(self, answer: Result | Failure, client: str, now: Now, in_cohort: bool) -> Result | Failure:
+        """A client's answer, or why it is refused."""
+        if isinstance(answer, Failure) or not in_cohort:
+            return answer
+        model = self.models[self.info.archs[client]]
+        declared = self.method.uploads(model, make_now(self.method, self.config, self.info, model, now.round, client))
+        return check_upload(self.method.decode(answer.upload, now), declared, self.server) or answer
+
+    def _aggregate(self, uploads: list[Upload], now: Now) -> State:
+        """The method's average, approached by the server's step."""
+        mean = self.method.aggregate(self.server, uploads, now)
+        if mean.keys() != self.server.keys():
+            changed = sorted(mean.keys() ^ self.server.keys())
+            raise FedprismError(f"{self.method.id}.aggregate changed the server's keys: {changed[:3]}; they must stay constant.")
+        step = self.config.server.lr
+        if step == 1.0:
+            return mean
+        weights = set(dict(self.models[self.info.arch].named_parameters()))
+        return {n: self.server[n] + step * (t - self.server[n]) if n in weights else t for n, t in mean.items()}
+
+    def _policy(self, configured: str, of_method: str) -> str:
+        return of_method if configured == "method" else configured
+
+    def _tell(self, callbacks: Sequence[Callback], record: RoundRecord) -> None:
+        snapshot = Snapshot(record.round, dict(self.server), dict(self.states))
+        for callback in callbacks:
+            callback.round(record, snapshot)
+
+
+def make_loop(method: Method, config: Config, info: Info, federation: Federation, engine: Engine, device: torch.device) -> Loop:
+    """A loop at its first state."""
+    if info.mixed and not method.mixed:
+        raise ConfigError(
+            f"{method.id} averages weights, so all clients need one architecture, but model.per_client gives "
+            f"{len(set(info.archs.values()))}. Set one model.name, or choose a method for different architectures."
+        )
+    models = {arch: method.build(arch, None, info, info.seed) for arch in dict.fromkeys(info.archs.values())}
+    server = method.server(models[info.arch], make_now(method, config, info, models[info.arch], 0))
+    on_device = {name: tensor.to(device) for name, tensor in server.items()}
+    return Loop(method, config, info, federation, engine, device, models, on_device, dict.fromkeys(info.clients))
+
+
+def size(state: Mapping[str, torch.Tensor]) -> int:
+    """Bytes of a state as sent."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+
+
+def draw_cohort(clients: ClientsConfig, info: Info, round: int) -> tuple[str, ...]:
+    """Who takes part in a round, in client order; never nobody."""
+    order = keys.numpy_generator(info.seed, "cohort", round)
+    share = clients.participation
+    if isinstance(share, tuple):
+        share = float(order.uniform(*share))
+    count = max(1, int(share * len(info.clients) + 0.5))
+    chosen = sorted(order.permutation(len(info.clients))[:count].tolist())
+    return tuple(info.clients[i] for i in chosen)
+
+
+def drop_outs(clients: ClientsConfig, info: Info, cohort: Sequence[str], round: int) -> set[str]:
+    """Who of the cohort fails after training."""
+    return {c for c in cohort if keys.numpy_generator(info.seed, "dropout", round, c).uniform() < clients.dropout}
+
+
+def check_upload(upload: State, declared: Mapping[str, str], server: State) -> Failure | None:
+    """Is an upload what the method declares, of the right shapes, and finite?"""
+    if upload.keys() != declared.keys():
+        odd = sorted(upload.keys() ^ declared.keys())
+        return Failure(f"its upload is not what the method declares: {', '.join(odd[:3])} missing or unknown")
+    for name, tensor in upload.items():
+        if name in server and tensor.shape != server[name].shape:
+            return Failure(f"{name} in its upload has shape {tuple(tensor.shape)}, expected {tuple(server[name].shape)}")
+        if not finite(tensor):
+            return Failure(f"{name} in its upload is not finite", non_finite=True)
+    return None
+
+
+def _add(scores: Scores, of_clients: Mapping[str, Mapping[str, Mapping[str, Score]]]) -> None:
+    """Turn client -> moment -> split into moment -> split -> client."""
+    for client, moments in of_clients.items():
+        for moment, splits in moments.items():
+            for split, value in splits.items():
+                scores.setdefault(moment, {}).setdefault(split, {})[client] = value
+
+
+class _Clock:
+    """Seconds of each stage of a round."""
+
+    def __init__(self) -> None:
+        self.begun = self.last = time.perf_counter()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.laps[stage] = now - self.last
+        self.last = now
+
+    def seconds(self) -> dict[str, float]:
+        return {**self.laps, "total": self.last - self.begun}

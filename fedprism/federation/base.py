@@ -1,0 +1,236 @@
+"""What a federation is: clients, each with train, validation and test images of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedprism import keys
+from fedprism.config import DataConfig, Named, plain, structure
+from fedprism.data import check_names
+from fedprism.errors import DataError, unknown
+from fedprism.federation.splits import check_shares, split
+
+PARTS = ("train", "validation", "test")
+SHOWN = 20  # clients that a repr lists
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """One part of a client's data. Images stay uint8; `fedprism.data.normalise` makes them what a model sees."""
+
+    x: Tensor  # uint8 [n, channels, height, width]
+    y: Tensor  # int64 [n]
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def to(self, device: str | torch.device) -> Split:
+        return Split(self.x.to(device), self.y.to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class ClientData:
+    """All that one client has."""
+
+    name: str
+    domain: str
+    train: Split
+    validation: Split
+    test: Split
+    classes: int
+
+    def to(self, device: str | torch.device) -> ClientData:
+        parts = (self.split(part).to(device) for part in PARTS)
+        return ClientData(self.name, self.domain, *parts, self.classes)
+
+    def split(self, name: str) -> Split:
+        """The part called train, validation or test."""
+        parts = {"train": self.train, "validation": self.validation, "test": self.test}
+        if name not in parts:
+            raise DataError(unknown("part", name, parts))
+        return parts[name]
+
+    def class_counts(self) -> Tensor:
+        """int64 [classes]: training images a class."""
+        return torch.bincount(self.train.y, minlength=self.classes)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Federation:
+    """Clients in their order, and what is common to all of them."""
+
+    name: str
+    clients: Mapping[str, ClientData]
+    class_names: tuple[str, ...]
+    shape: tuple[int, int, int]  # channels, height, width
+    seed: int
+    data: DataConfig  # what makes it again
+    public: Split
+    left_out: int = 0  # images that are neither a client's nor public
+
+    def __post_init__(self) -> None:
+        if not self.clients:
+            raise DataError(f"federation {self.name!r} has no clients; expected one or more.")
+        check_names("client", self.clients)
+        for name, client in self.clients.items():
+            if client.name != name or client.classes != len(self.class_names):
+                raise DataError(
+                    f"client {name!r} calls itself {client.name!r} and knows {client.classes} classes; "
+                    f"expected {name!r} and {len(self.class_names)}."
+                )
+            for part in PARTS:
+                _check(client.split(part), self.shape, client.classes, f"client {name!r}, {part}")
+            if len(client.train) < 2 or not len(client.test):
+                raise DataError(
+                    f"client {name!r} has {len(client.train)} training and {len(client.test)} test images; "
+                    "expected at least 2 and 1. Give it more images, or change data.split."
+                )
+        _check(self.public, self.shape, len(self.class_names), "public")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.clients)
+
+    @property
+    def classes(self) -> int:
+        return len(self.class_names)
+
+    def __repr__(self) -> str:
+        shape = "x".join(str(side) for side in self.shape)
+        lines = [
+            f"Federation {self.name!r}, seed {self.seed}: {len(self.clients)} clients, {self.classes} classes, images {shape}"
+        ]
+        shown = list(self.clients.values())[:SHOWN]
+        width = max(len(client.name) for client in shown)
+        for client in shown:
+            sizes = ", ".join(f"{part} {len(client.split(part))}" for part in PARTS)
+            domain = f" ({client.domain})" if client.domain != client.name else ""
+            lines.append(f"  {client.name:{width}}  {sizes}{domain}")
+        if len(self.clients) > SHOWN:
+            lines.append(f"  and {len(self.clients) - SHOWN} more")
+        if len(self.public):
+            lines.append(f"  public: {len(self.public)}")
+        if self.left_out:
+            lines.append(f"  left out: {self.left_out}")
+        return "\n".join(lines)
+
+    @classmethod
+    def from_arrays(
+        cls,
+        clients: Mapping[str, Any],
+        *,
+        name: str = "arrays",
+        seed: int = 0,
+        class_names: tuple[str, ...] | None = None,
+        domains: Mapping[str, str] | None = None,
+        validation: float = 0.1,
+        test: float = 0.2,
+        normalize: str = "half",
+    ) -> Federation:
+        """A federation of one's own NumPy arrays or tensors.
+
+        `clients` maps a client's name to `(x, y)`, from which `validation` and `test` are shares, or to
+        `{"train": (x, y), "test": (x, y)}` with `"validation"` if there is one (else `validation` is a share of the training
+        part). Images `x` are uint8 `[n, channels, height, width]`, or `[n, height, width]` in grey; labels `y` are whole
+        numbers from 0.
+
+        >>> import numpy as np
+        >>> def site(n):
+        ...     return np.zeros((n, 3, 8, 8), dtype=np.uint8), np.arange(n) % 2
+        >>> Federation.from_arrays({"north": site(50), "south": {"train": site(20), "test": site(10)}})
+        Federation 'arrays', seed 0: 2 clients, 2 classes, images 3x8x8
+          north  train 35, validation 5, test 10
+          south  train 18, validation 2, test 10
+        """
+        check_names("client", clients)
+        check_shares(validation, test)
+        given = {client: _parts(client, value) for client, value in clients.items()}
+        every = [part for parts in given.values() for part in parts.values()]
+        if not every:
+            raise DataError("Federation.from_arrays was given no clients; expected {'name': (x, y), ...}.")
+        highest = max((int(part.y.max()) for part in every if len(part)), default=0)
+        names = tuple(class_names or (str(label) for label in range(highest + 1)))
+        channels, height, width = every[0].x.shape[1:]
+        made = {}
+        for client, parts in given.items():
+            parts = _completed(parts, validation, test, seed, client)
+            domain = (domains or {}).get(client, client)
+            made[client] = ClientData(client, domain, parts["train"], parts["validation"], parts["test"], len(names))
+        data = {
+            "name": f"arrays:{name}",
+            "partition": plain(Named("domain", {"clients": len(made)})),
+            "split": {"validation": validation, "test": test},
+            "image_size": height,
+            "normalize": normalize,
+        }
+        empty = Split(every[0].x[:0], every[0].y[:0])
+        return cls(name, made, names, (channels, height, width), seed, structure(data, DataConfig, "data"), empty)
+
+
+def _parts(client: str, value: Any) -> dict[str, Split]:
+    """What a user gave for a client, as splits; a pair is called 'all'."""
+    if isinstance(value, Mapping):
+        if not {"train", "test"} <= set(value) <= set(PARTS):
+            raise DataError(
+                f"client {client!r} has the parts {sorted(map(str, value))}; expected 'train', 'test' and, if there is one, 'validation'."
+            )
+        return {part: _as_split(f"client {client!r}, {part}", pair) for part, pair in value.items()}
+    return {"all": _as_split(f"client {client!r}", value)}
+
+
+def _completed(parts: dict[str, Split], validation: float, test: float, seed: int, client: str) -> dict[str, Split]:
+    """The three parts, with what was not given cut from what was."""
+    if "validation" in parts:
+        return parts
+    source = parts.get("all") or parts["train"]
+    share = 0.0 if "test" in parts else test
+    cut = split(
+        np.arange(len(source)),
+        source.y.numpy(),
+        validation=validation,
+        test=share,
+        own_test=None,
+        rng=keys.numpy_generator(seed, "split", client),
+    )
+    taken = {part: Split(source.x[np.sort(where)], source.y[np.sort(where)]) for part, where in cut._asdict().items()}
+    return taken | {part: given for part, given in parts.items() if part == "test"}
+
+
+def _as_split(what: str, pair: Any) -> Split:
+    """(x, y) of NumPy arrays, tensors or lists as a checked `Split`."""
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise DataError(f"{what}: expected a pair (x, y) of images and labels, not {type(pair).__name__}.")
+    x, y = (torch.as_tensor(np.ascontiguousarray(a) if isinstance(a, np.ndarray) else a).detach().cpu() for a in pair)
+    if x.dtype != torch.uint8:
+        raise DataError(
+            f"{what}: images are {x.dtype}; expected uint8, 0 to 255. Images of 0 to 1: `(x * 255).round().astype('uint8')`."
+        )
+    if x.ndim == 3:
+        x = x.unsqueeze(1)
+    if x.ndim == 4 and x.shape[3] <= 4 < x.shape[1]:
+        raise DataError(
+            f"{what}: images are {tuple(x.shape)}, which looks like channels last; expected [n, channels, height, width]: "
+            "`x.transpose(0, 3, 1, 2)`."
+        )
+    if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+        raise DataError(f"{what}: labels are {y.dtype}; expected whole numbers from 0.")
+    if x.ndim != 4 or y.ndim != 1 or len(x) != len(y):
+        raise DataError(
+            f"{what}: images are {tuple(x.shape)} and labels {tuple(y.shape)}; expected [n, channels, height, width] and [n]."
+        )
+    return Split(x, y.to(torch.int64))
+
+
+def _check(part: Split, shape: tuple[int, int, int], classes: int, what: str) -> None:
+    if part.x.dtype != torch.uint8 or tuple(part.x.shape[1:]) != shape or part.y.shape != part.x.shape[:1]:
+        raise DataError(
+            f"{what}: {len(part)} labels and images {part.x.dtype} {tuple(part.x.shape)}; expected uint8 [n, {str(shape)[1:-1]}]."
+        )
+    if len(part) and not (0 <= int(part.y.min()) and int(part.y.max()) < classes):
+        raise DataError(f"{what}: labels reach from {int(part.y.min())} to {int(part.y.max())}; expected 0 to {classes - 1}.")

@@ -1,0 +1,85 @@
+"""The methods, one file each; `base.py` is the one to read first."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from fedprism import keys
+from fedprism.config import Named, plain, structure
+from fedprism.errors import ConfigError
+from fedprism.methods.base import Method
+from fedprism.registry import Registry
+
+METHODS: Registry[type[Method]] = Registry("method")
+
+_FILES = ("local", "fedavg", "fedprox", "fedbn", "silobn", "fedper", "fedrep", "lg_fedavg", "ditto", "scaffold", "fedproto", "fedrod")
+
+
+def register(cls: type[Method]) -> type[Method]:
+    """File a method under its `id`."""
+    return METHODS.register(cls.id)(cls)
+
+
+def make(named: Named) -> Method:
+    """A method from its name (or `path/to/file.py:Class`, or an entry point's name) and its hyper-parameters."""
+    return structure(dict(named.settings), find(named.name), "method")
+
+
+def find(name: str) -> type[Method]:
+    """The class behind a method's name."""
+    if name.endswith(".py") or ".py:" in name:
+        return _from_file(name)
+    if name not in METHODS:
+        for entry in entry_points(group="fedprism.methods", name=name):
+            return _checked(entry.load(), f"entry point {name!r}")
+    return METHODS[name]
+
+
+def named(method: Method) -> Named:
+    """A method as a configuration holds it, every hyper-parameter written out."""
+    cls = type(method)
+    module = sys.modules[cls.__module__]
+    path = getattr(module, "__file__", None)
+    name = cls.id if cls.id in METHODS and METHODS[cls.id] is cls else f"{path}:{cls.__qualname__}"
+    return Named(name, plain(method))
+
+
+def _from_file(name: str) -> type[Method]:
+    path, _, wanted = name.rpartition(":") if ".py:" in name else (name, "", "")
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise ConfigError(f"there is no file {path!r} to take the method {wanted or '?'} from.")
+    key = f"fedprism_method_{keys.key(str(file))}"
+    module = sys.modules.get(key)
+    if module is None:
+        spec = importlib.util.spec_from_file_location(key, file)
+        if spec is None or spec.loader is None:
+            raise ConfigError(f"{path!r} cannot be loaded as Python.")
+        module = sys.modules[key] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[key]
+            raise
+    classes = {n: c for n, c in vars(module).items() if isinstance(c, type) and issubclass(c, Method) and c.__module__ == key}
+    if not wanted and len(classes) == 1:
+        return next(iter(classes.values()))
+    if wanted not in classes:
+        raise ConfigError(f"{path!r} holds the methods {sorted(classes) or 'none'}, not {wanted!r}; write {path}:CLASS.")
+    return _checked(classes[wanted], name)
+
+
+def _checked(cls: Any, where: str) -> type[Method]:
+    if not (isinstance(cls, type) and issubclass(cls, Method) and dataclasses.is_dataclass(cls)):
+        raise ConfigError(f"{where} is {cls!r}; expected a frozen dataclass that derives from fedprism.Method.")
+    return cls
+
+
+for _file in _FILES:
+    import_module(f"fedprism.methods.{_file}")

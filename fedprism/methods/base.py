@@ -1,0 +1,345 @@
+"""What a method is: the hooks that make it differ from FedAvg. Read this file first.
+
+A method is a frozen dataclass: its fields are its hyper-parameters and nothing else lives on `self`. Every hook has FedAvg's
+behaviour as its default, so a method's file holds only what is special about it:
+
+    server                              client (one round)
+    ------                              ------------------
+    send(server, client)  ----------->  receive, start, passes (each: loss or step, epochs), upload
+    aggregate(server, uploads)  <-----------------------------------------------------------+
+
+What crosses is a flat dict `State` (name -> tensor), so that it can be counted, checked, written and sent without a method
+knowing. What a client keeps between rounds is the state dict of the module that `build` makes: its keys never change.
+A loss must not wait for the device (`.item()`, `if tensor`, boolean indexing): then an engine can record it once and replay it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from fedprism import keys
+from fedprism.config import TrainConfig, setting
+from fedprism.errors import FedprismError
+from fedprism.federation import ClientData
+from fedprism.methods import leaves
+from fedprism.models import Arch
+
+State = dict[str, Tensor]
+Draw = Callable[..., Tensor]
+Net = Any  # an nn.Module whose parts are reached by name, which torch's own types cannot follow
+Kind = Literal["weights", "buffers", "scalar", "prototype", "factors"]
+
+
+@dataclass(frozen=True)
+class Info:
+    """Public knowledge: all that a real site knows of the federation it is in."""
+
+    clients: tuple[str, ...]
+    classes: int
+    archs: Mapping[str, Arch]
+    seed: int
+
+    @property
+    def arch(self) -> Arch:
+        """The architecture of the server's model: everybody's, or the first client's where they differ."""
+        return self.archs[self.clients[0]]
+
+    @property
+    def mixed(self) -> bool:
+        return len({arch for arch in self.archs.values()}) > 1
+
+
+@dataclass(frozen=True)
+class Now:
+    """Where we are, for the hooks that run once a round (never for a loss)."""
+
+    round: int  # counts from 0
+    rounds: int
+    info: Info
+    train: TrainConfig
+    lr: float
+    weighting: str
+    client: str | None = None  # None: the server
+    shared: tuple[str, ...] = ()  # what travels: `Method.shared` less what the batch-norm policy keeps at home
+    data: ClientData | None = None
+    down: State = field(default_factory=dict)  # what was received this round
+    steps: Mapping[str, int] = field(default_factory=dict)  # optimiser steps done this round, by pass
+    new: bool = False  # this client's first time
+    device: torch.device = torch.device("cpu")
+
+    def rng(self, *purpose: int | str) -> torch.Generator:
+        """A generator of this seed, round, client and purpose."""
+        return keys.generator(self.info.seed, *purpose, self.round, self.client or "server", device=self.device)
+
+    @property
+    def local(self) -> ClientData:
+        """This client's data; only on a client."""
+        if self.data is None:
+            raise FedprismError("`now.local` was asked for on the server, which has no data.")
+        return self.data
+
+    def weights(self, uploads: Sequence[Upload]) -> list[float]:
+        """Each upload's share of an average: by training samples or uniform, as configured."""
+        sizes = [float(u.samples) if self.weighting == "samples" else 1.0 for u in uploads]
+        return [size / sum(sizes) for size in sizes]
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What one client sent, with its number of training samples."""
+
+    client: str
+    samples: int
+    state: State
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One stretch of local training. `trains=()` is a sweep without gradient, in eval mode, that fills scratch."""
+
+    loss: Callable[[Me, Tensor, Tensor], Tensor | None]
+    name: str = "train"  # keys noise and captured graphs
+    trains: Collection[str] | None = None  # leaves that are trained; None: all. Norm layers outside it run in eval mode
+    epochs: int | None = None  # None: train.epochs
+    steps: int | None = None  # at most so many steps, whatever the epochs
+    optimizer: Mapping[str, Any] = field(default_factory=dict)  # laid over train.optimizer
+    batch: int | None = None  # None: train.batch
+    least: int = 2  # a smaller last batch is merged into the one before (batch norm cannot train on one sample)
+    data: Literal["train", "validation"] = "train"
+    stream: str = ""  # batch order of its own; "": the same order as every other pass
+    step: Callable[[Me, Tensor, Tensor, torch.optim.Optimizer], None] | None = None  # instead of loss, backward, update
+    start: Callable[[Me, Now], None] | None = None
+    end: Callable[[Me, Now], None] | None = None
+
+
+class Me:
+    """A slot: one client's turn at training, and all that a loss or a step may read.
+
+    `keep` and `freeze` allocate once and refill in place, because a slot serves many clients and a captured graph reads
+    fixed addresses. Scratch does not outlive the round; what inference needs belongs into the model that `build` makes.
+    """
+
+    def __init__(self, model: Net, config: TrainConfig, info: Info) -> None:
+        self.model = model
+        self.config = config
+        self.info = info
+        self.scratch: dict[str, Tensor | State | nn.Module] = {}
+        self.logs: dict[str, list[Tensor]] = {}
+        self.draw: Draw = _no_draw  # uniform noise in (0, 1), keyed by the engine: me.draw("name", *shape)
+
+    def keep(self, name: str, value: Tensor | Mapping[str, Tensor]) -> None:
+        """Copy a tensor, or a dict of them, into scratch; read it back as `me[name]`."""
+        old = self.scratch.get(name)
+        if isinstance(value, Tensor):
+            if isinstance(old, Tensor) and old.shape == value.shape and old.dtype == value.dtype:
+                old.copy_(value.detach())
+            else:
+                self.scratch[name] = value.detach().clone()
+        else:
+            if isinstance(old, dict) and old.keys() == value.keys():
+                for leaf, tensor in value.items():
+                    old[leaf].copy_(tensor.detach())
+            else:
+                self.scratch[name] = {leaf: tensor.detach().clone() for leaf, tensor in value.items()}
+
+    def freeze(self, name: str, module: nn.Module, state: Mapping[str, Tensor] | None = None, training: bool = False) -> None:
+        """Keep a copy of `module` (with `state`, if given) whose parameters do not train; call it as `me.frozen(name)`."""
+        old = self.scratch.get(name)
+        if not isinstance(old, nn.Module):
+            old = self.scratch[name] = copy.deepcopy(module).requires_grad_(False)
+        with torch.no_grad():
+            for leaf, tensor in old.state_dict().items():
+                tensor.copy_((state if state is not None else module.state_dict())[leaf])
+        old.train(training)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.scratch[name]
+
+    def log(self, name: str, value: Tensor) -> None:
+        """Record the mean of a value over the round, without waiting for the device."""
+        self.logs.setdefault(name, []).append(value.detach().mean())
+
+    def parameters(self, names: Collection[str] | None = None) -> State:
+        """The model's parameters by name, or those of them that are in `names`."""
+        return {n: p for n, p in self.model.named_parameters() if names is None or n in names}
+
+
+def _no_draw(name: str, *shape: int) -> Tensor:
+    raise FedprismError(f"noise {name!r} was asked for outside of a pass or a prediction.")
+
+
+@dataclass(frozen=True)
+class Method:
+    """FedAvg, hook by hook. Override what differs."""
+
+    # What a user is told (`fedprism list methods`, `fedprism explain METHOD`).
+    id: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
+    idea: ClassVar[str] = ""
+    stays: ClassVar[str] = "nothing"
+    group: ClassVar[str] = "global"
+    reveals: ClassVar[str] = "nothing beyond the average"
+    # What its paper says where the configuration says `method`.
+    bn: ClassVar[str] = "shared"  # shared | local | local-stats
+    weighting: ClassVar[str] = "samples"  # samples | uniform
+    broadcast: ClassVar[str] = "participants"  # participants | all
+    trainers: ClassVar[str] = "participants"  # participants | all
+    moment: ClassVar[str] = "received"  # when its paper tests
+    has_global: ClassVar[bool] = False  # is there one model for everybody?
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "id" not in cls.__dict__:  # a user's own method need not name itself
+            cls.id = cls.__name__.lower()
+
+    @property
+    def mixed(self) -> bool:
+        """May clients have different architectures?"""
+        return False
+
+    # --- what there is -----------------------------------------------------------------------------------------------
+
+    def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
+        """The named parts that this client owns (None: the server's), with their first weights."""
+        return arch.model(seed)
+
+    def shared(self, model: Net, now: Now) -> Collection[str]:
+        """Which leaves travel this round; by part or module type, never by a piece of a name."""
+        return leaves.everything(model)
+
+    def uploads(self, model: Net, now: Now) -> Mapping[str, Kind]:
+        """What `upload` will hold, and of which kind each entry is."""
+        parameters = dict(model.named_parameters())
+        return {name: "weights" if name in parameters else "buffers" for name in now.shared}
+
+    # --- the server --------------------------------------------------------------------------------------------------
+
+    def server(self, model: Net, now: Now) -> State:
+        """The server's first state; its keys never change."""
+        state = model.state_dict()
+        return {name: state[name].clone() for name in now.shared}
+
+    def send(self, server: State, client: str | None, now: Now) -> State:
+        """What goes to this client: the same for all, or its own. None: a stranger."""
+        return {name: server[name] for name in now.shared}
+
+    def aggregate(self, server: State, uploads: Sequence[Upload], now: Now) -> State:
+        """The server's next state from any subset of uploads, given in client order. Mutates nothing."""
+        return {**server, **average([u.state for u in uploads], now.weights(uploads))}
+
+    # --- the client --------------------------------------------------------------------------------------------------
+
+    def receive(self, me: Me, now: Now) -> None:
+        """Put what was sent into the model, and only that: it is what the moment `received` tests."""
+        load(me.model, now.down)
+
+    def start(self, me: Me, now: Now) -> None:
+        """Fill scratch (snapshots, teachers); called only when something will train."""
+
+    def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
+        """The loss of one batch."""
+        return cross_entropy(me.model(x), y)
+
+    def passes(self, me: Me, now: Now) -> list[Pass]:
+        """What is trained, in which order, for how long, by which loss."""
+        return [Pass(self.loss)]
+
+    def adapt(self, me: Me, now: Now) -> list[Pass]:
+        """Run on a throw-away copy before the moment `adapted`; by default a newcomer's training, else nothing."""
+        return self.passes(me, now) if now.new else []
+
+    def upload(self, me: Me, now: Now) -> State:
+        """What goes to the server, as declared by `uploads`."""
+        state = me.model.state_dict()
+        return {name: state[name] for name in now.shared}
+
+    # --- the wire ----------------------------------------------------------------------------------------------------
+
+    def encode(self, state: State, now: Now) -> State:
+        """Compress what is about to be sent, in either direction."""
+        return state
+
+    def decode(self, state: State, now: Now) -> State:
+        """The inverse of `encode`."""
+        return state
+
+    # --- inference ---------------------------------------------------------------------------------------------------
+
+    def predict(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
+        """Scores `[batch, classes]` of a client's own model; their softmax is the prediction."""
+        return model(x)
+
+    def predict_global(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
+        """Scores of the one global model, where there is one (`has_global`)."""
+        return self.predict(model, x, draw)
+
+
+# --- what methods are made of ----------------------------------------------------------------------------------------
+
+
+def average(states: Sequence[State], weights: Sequence[float]) -> State:
+    """The weighted mean of states, leaf by leaf; whole-number counters are rounded.
+
+    Summed in the order given (client order), so the bits do not depend on who finished first.
+    """
+    if not states:
+        return {}
+    mean: State = {}
+    for name, first in states[0].items():
+        total = torch.zeros_like(first, dtype=first.dtype if first.is_floating_point() else torch.float64)
+        for state, weight in zip(states, weights, strict=True):
+            total.add_(state[name], alpha=weight) if first.is_floating_point() else total.add_(state[name].double() * weight)
+        mean[name] = total if first.is_floating_point() else total.round().to(first.dtype)
+    return mean
+
+
+@torch.no_grad()
+def load(model: Net, state: Mapping[str, Tensor]) -> None:
+    """Copy a (partial) state into a model, in place; an unknown leaf or a wrong shape is an error."""
+    own = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        if name not in own or own[name].shape != tensor.shape:
+            held = f"{tuple(own[name].shape)} here" if name in own else "not in this model"
+            raise FedprismError(f"cannot load {name!r} of shape {tuple(tensor.shape)}: it is {held}.")
+        own[name].copy_(tensor)
+
+
+def squared_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
+    """|a - b|^2 over the leaves of b."""
+    return torch.stack([(a[name] - anchor).square().sum() for name, anchor in b.items()]).sum()
+
+
+class Parts(nn.Module):
+    """Named modules side by side: what `build` returns when a client owns more than one model."""
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+
+class Tensors(nn.Module):
+    """Named tensors that are kept with a model but not trained: control variates, prototypes."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_buffer(name.replace(".", "/"), tensor.detach().clone())
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.get_buffer(name.replace(".", "/"))
+
+    def tensors(self) -> State:
+        return {name.replace("/", "."): tensor for name, tensor in self.named_buffers()}
+
+
+# All that a method's file needs: `from fedprism.methods.base import ...`.
+__all__ = ["Arch", "ClientData", "Draw", "Info", "Kind", "Me", "Method", "Net", "Now", "Parts", "Pass", "State", "Tensors", "Upload"]
+__all__ += ["average", "keys", "leaves", "load", "setting", "squared_distance"]

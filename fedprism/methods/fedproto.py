@@ -1,0 +1,97 @@
+"""FedProto (Tan et al., AAAI 2022): class prototypes travel instead of weights, so architectures may differ."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from fedprism.config import setting
+from fedprism.errors import ConfigError
+from fedprism.methods import register
+from fedprism.methods.base import Arch, Draw, Info, Kind, Me, Method, Net, Now, Parts, Pass, State, Tensors, Upload, leaves
+
+UNKNOWN = -1e6  # score of a class that nobody has shown yet
+
+
+@register
+@dataclass(frozen=True)
+class FedProto(Method):
+    id = "fedproto"
+    paper = "Tan et al., FedProto: Federated Prototype Learning across Heterogeneous Clients, AAAI 2022"
+    idea = "Clients send the mean feature of each class and are pulled towards everybody's mean."
+    stays = "the whole model"
+    group = "prototypes"
+    reveals = "mean features of each class, and how many samples of a class a client has"
+
+    lam: float = setting(1.0, "weight of the pull towards the class prototype", lambda v: v >= 0, "0 or more")
+    inference: Literal["prototype", "head"] = setting("prototype", "nearest prototype (paper) or the client's own head")
+
+    @property
+    def mixed(self) -> bool:
+        return True
+
+    def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
+        widths = {a.width for a in info.archs.values()}
+        if len(widths) > 1:
+            raise ConfigError(f"fedproto compares features, so all bodies need one width, but they have {sorted(widths)}.")
+        means = {"mean": torch.zeros(info.classes, arch.width), "count": torch.zeros(info.classes)}
+        return Parts(net=arch.model(seed), prototypes=Tensors(means))
+
+    def shared(self, model: Net, now: Now) -> Collection[str]:
+        return leaves.part(model, "prototypes")
+
+    def uploads(self, model: Net, now: Now) -> Mapping[str, Kind]:
+        return dict.fromkeys(now.shared, "prototype")
+
+    def passes(self, me: Me, now: Now) -> list[Pass]:
+        return [
+            Pass(self.loss, trains=leaves.part(me.model, "net")),
+            Pass(self.collect, "collect", trains=(), start=self.clear),
+        ]
+
+    def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
+        z = me.model.net.body(x)
+        mean, count = me.model.prototypes["mean"], me.model.prototypes["count"]
+        known = (count[y] > 0).unsqueeze(1)
+        pull = ((z - mean[y]) * known).square().mean()  # a class without a prototype does not pull
+        me.log("pull", pull)
+        return cross_entropy(me.model.net.head(z), y) + self.lam * pull
+
+    def clear(self, me: Me, now: Now) -> None:
+        me.keep("sum", torch.zeros_like(me.model.prototypes["mean"]))
+        me.keep("count", torch.zeros_like(me.model.prototypes["count"]))
+
+    def collect(self, me: Me, x: Tensor, y: Tensor) -> None:
+        me["sum"].index_add_(0, y, me.model.net.body(x))
+        me["count"].index_add_(0, y, torch.ones_like(y, dtype=torch.float32))
+
+    def upload(self, me: Me, now: Now) -> State:
+        mean = me["sum"] / me["count"].clamp(min=1).unsqueeze(1)
+        return {"prototypes.mean": mean, "prototypes.count": me["count"]}
+
+    def aggregate(self, server: State, uploads: Sequence[Upload], now: Now) -> State:
+        # Weighted by the class's samples (Eq. 6), or plainly over those who have the class. A class that nobody showed this
+        # round keeps its prototype.
+        counts = torch.stack([u.state["prototypes.count"] for u in uploads])
+        means = torch.stack([u.state["prototypes.mean"] for u in uploads])
+        weights = counts if now.weighting == "samples" else (counts > 0).to(means.dtype)
+        total = weights.sum(0)
+        mean = (weights.unsqueeze(2) * means).sum(0) / total.clamp(min=1).unsqueeze(1)
+        seen = total > 0
+        return {
+            "prototypes.mean": torch.where(seen.unsqueeze(1), mean, server["prototypes.mean"]),
+            "prototypes.count": torch.where(seen, counts.sum(0), server["prototypes.count"]),
+        }
+
+    def predict(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
+        z = model.net.body(x)
+        if self.inference == "head":
+            return model.net.head(z)
+        known = model.prototypes["count"] > 0
+        near = torch.where(known, -(z.unsqueeze(1) - model.prototypes["mean"]).square().sum(2), UNKNOWN)
+        return torch.where(known.any(), near, model.net.head(z))  # before the first prototypes: the head

@@ -1,0 +1,52 @@
+"""FedRoD (Chen and Chao, ICLR 2022): a generic head with a balanced loss, and a personal head on top of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from fedprism.config import setting
+from fedprism.methods import register
+from fedprism.methods.base import Arch, Draw, Info, Me, Method, Net, Now, Parts, leaves
+
+
+@register
+@dataclass(frozen=True)
+class FedRoD(Method):
+    id = "fedrod"
+    paper = "Chen and Chao, On Bridging Generic and Personalized Federated Learning for Image Classification, ICLR 2022"
+    idea = "Body and generic head are shared and trained with a balanced softmax; a personal head corrects it at home."
+    stays = "the personal head"
+    group = "two models"
+    has_global = True
+
+    gamma: float = setting(1.0, "strength of the balanced softmax: logits + gamma log n_c", lambda v: v >= 0, "0 or more")
+
+    def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
+        generic = arch.model(seed)
+        return Parts(generic=generic, personal=copy.deepcopy(generic.head))
+
+    def shared(self, model: Net, now: Now) -> Collection[str]:
+        return leaves.part(model, "generic")
+
+    def start(self, me: Me, now: Now) -> None:
+        # gamma log n_c; -inf for a class that the client does not have, whose probability is then zero, as it should be.
+        me.keep("prior", now.local.class_counts().float().pow(self.gamma).log())
+
+    def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
+        z = me.model.generic.body(x)
+        generic = me.model.generic.head(z)
+        # The personal head learns from detached features and logits: it cannot move what is shared.
+        personal = generic.detach() + me.model.personal(z.detach())
+        return cross_entropy(generic + me["prior"], y) + cross_entropy(personal, y)
+
+    def predict(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
+        z = model.generic.body(x)
+        return model.generic.head(z) + model.personal(z)
+
+    def predict_global(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
+        return model.generic(x)

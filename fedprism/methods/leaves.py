@@ -1,0 +1,44 @@
+"""Which leaves of a model: chosen by part or by module type, never by a piece of a name."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+Names = tuple[str, ...]
+
+
+def everything(model: nn.Module) -> Names:
+    """Every parameter and buffer that is kept."""
+    return tuple(model.state_dict())
+
+
+def part(model: nn.Module, *parts: str) -> Names:
+    """The leaves under these parts: `part(model, "body")`."""
+    return tuple(name for name in model.state_dict() if name.startswith(tuple(f"{p}." for p in parts)))
+
+
+def norms(model: nn.Module) -> Names:
+    """The leaves of batch (and instance) norm layers: affine, statistics and counter."""
+    return _of_norms(model, affine=True)
+
+
+def statistics(model: nn.Module) -> Names:
+    """The running statistics and counters of batch (and instance) norm layers."""
+    return _of_norms(model, affine=False)
+
+
+def travelling(model: nn.Module, names: tuple[str, ...], bn: str) -> Names:
+    """`names` less what the batch-norm policy keeps at home: `shared`, `local` or `local-stats`."""
+    kept = {"shared": (), "local": norms(model), "local-stats": statistics(model)}[bn]
+    return tuple(name for name in names if name not in set(kept))
+
+
+def _of_norms(model: nn.Module, affine: bool) -> Names:
+    return tuple(
+        f"{prefix}.{leaf}" if prefix else leaf
+        for prefix, module in model.named_modules()
+        if isinstance(module, _NormBase)
+        for leaf in module.state_dict()
+        if affine or leaf not in ("weight", "bias")
+    )

@@ -1,0 +1,157 @@
+"""What a model is: an ordered list of named blocks, cut into a body and a head at one of its fully connected layers.
+
+A family (one a file beside this one) is a frozen dataclass: its fields are its settings, its `blocks` are the network.
+`Arch` is a family with settings, classes, image shape and cut; it makes models whose first weights are keyed by the
+seed and by each module's name in the uncut network, so they depend neither on the cut nor on any other module.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fedprism import keys
+from fedprism.config import structure
+from fedprism.errors import ConfigError, FedprismError
+from fedprism.registry import Registry
+
+Block = tuple[str, nn.Module]
+
+
+def initialise(module: nn.Module, seed: int, prefix: str = "") -> None:
+    """Draw every submodule's first weights under its own name, `prefix` and dots before it.
+
+    A module that holds parameters says how to draw them by `reset_parameters`, as PyTorch's own layers do.
+    """
+    for name, part in module.named_modules(prefix=prefix):
+        reset: Callable[[], None] | None = getattr(part, "reset_parameters", None)
+        own = list(part.parameters(recurse=False))
+        if own and reset is None:
+            raise _undrawn(name, part, "parameters")
+        if any(parameter.device.type != "cpu" for parameter in own):
+            raise FedprismError(
+                f"{name!r} is on {own[0].device}; first weights are drawn on the CPU: initialise, then move."
+            )
+        if reset is not None:
+            with keys.keyed(seed, "init", name):
+                reset()
+
+
+def _undrawn(name: str, part: nn.Module, what: str) -> FedprismError:
+    return FedprismError(
+        f"{name!r} ({type(part).__name__}) holds {what} but does not say how to fill them; "
+        "give its class a `reset_parameters` method."
+    )
+
+
+def _allocate(name: str, block: nn.Module) -> nn.Module:
+    """Storage for a block that was made without any; `initialise` fills it, so it must be able to."""
+    for inner, part in block.named_modules(prefix=name):
+        if any(True for _ in part.buffers(recurse=False)) and not hasattr(part, "reset_parameters"):
+            raise _undrawn(inner, part, "buffers")
+    return block.to_empty(device="cpu")
+
+
+def last_linear(module: nn.Module) -> nn.Linear:
+    """The fully connected layer that gives the class scores: the last one in a head or a model."""
+    linears = [part for part in module.modules() if isinstance(part, nn.Linear)]
+    if not linears:
+        raise FedprismError(f"{type(module).__name__} has no fully connected layer; a head ends in one.")
+    return linears[-1]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of network: the fields of a subclass are its settings, as `config.setting` describes them."""
+
+    description: ClassVar[str] = ""  # one line for `fedprism list models`
+    smallest: ClassVar[int] = 1  # the fewest pixels a side that leave anything to classify
+
+    def blocks(self, classes: int, shape: tuple[int, int, int]) -> list[Block]:
+        """The whole network in order; a fully connected layer is a block of its own, after `flatten`."""
+        raise NotImplementedError
+
+
+MODELS: Registry[type[Family]] = Registry("model")
+
+
+class Model(nn.Module):
+    """A body, which turns images into features `[batch, width]`, and a head, which turns those into class scores."""
+
+    def __init__(self, body: nn.Sequential, head: nn.Sequential) -> None:
+        super().__init__()
+        self.body = body
+        self.head = head
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images `[batch, channels, height, width]` to scores `[batch, classes]`."""
+        return self.head(self.body(x))  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Arch:
+    """One architecture, as a value: two that are equal make models with the same leaves.
+
+    >>> Arch("lenet-bn", classes=10, shape=(3, 16, 16)).width
+    64
+    """
+
+    name: str
+    classes: int
+    shape: tuple[int, int, int]  # channels, height, width
+    head_layers: int | str = 1  # how many of the fully connected layers are the head, or "all"
+    settings: tuple[tuple[str, Any], ...] = ()  # of the family; defaults are filled in
+
+    def __post_init__(self) -> None:
+        kind = MODELS[self.name]
+        family = structure(dict(self.settings), kind, f"model {self.name}")
+        filled = tuple((f.name, getattr(family, f.name)) for f in dataclasses.fields(family))
+        object.__setattr__(self, "settings", filled)
+        object.__setattr__(self, "shape", tuple(self.shape))
+        least, (height, width) = kind.smallest, self.shape[1:]
+        if min(height, width) < least:
+            raise ConfigError(
+                f"{self.name} needs images of {least} x {least} pixels or more, and these are {height} x {width}; "
+                f"set data.image_size to {least} or more, or choose another model."
+            )
+        self._cut(self._blocks())
+
+    def model(self, seed: int) -> Model:
+        """Body and head with their first weights, on the CPU."""
+        blocks = self._blocks()
+        for name, block in blocks:
+            initialise(_allocate(name, block), seed, name)
+        cut = self._cut(blocks)
+        return Model(nn.Sequential(OrderedDict(blocks[:cut])), nn.Sequential(OrderedDict(blocks[cut:])))
+
+    @cached_property
+    def width(self) -> int:
+        """How many features go from body to head."""
+        blocks = self._blocks()
+        first = blocks[self._cut(blocks)][1]
+        assert isinstance(first, nn.Linear)
+        return first.in_features
+
+    def _blocks(self) -> list[Block]:
+        """The network without storage: weights are drawn once, by key, and not first by the constructors."""
+        with torch.device("meta"):
+            return MODELS[self.name](**dict(self.settings)).blocks(self.classes, self.shape)
+
+    def _cut(self, blocks: list[Block]) -> int:
+        """Which block is the head's first."""
+        linears = [place for place, (_, block) in enumerate(blocks) if isinstance(block, nn.Linear)]
+        wanted = len(linears) if self.head_layers == "all" else self.head_layers
+        if not isinstance(wanted, int) or isinstance(wanted, bool) or not 1 <= wanted <= len(linears):
+            has = "1 fully connected layer" if len(linears) == 1 else f"{len(linears)} fully connected layers"
+            can = ", ".join(str(layers) for layers in range(1, len(linears) + 1))
+            raise ConfigError(
+                f"model.head_layers is {self.head_layers!r}, and {self.name} has {has}; set it to {can} or all."
+            )
+        return linears[-wanted]

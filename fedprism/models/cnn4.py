@@ -1,0 +1,39 @@
+"""The papers' 4-layer CNN without batch norm (FedAvg's, also FedCP's and FediOS's Table 9): no padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from fedprism.models.base import MODELS, Block, Family
+
+
+def _side(pixels: int) -> int:
+    """What two unpadded 5x5 convolutions, each with a pooling after it, leave of a side."""
+    return ((pixels - 4) // 2 - 4) // 2
+
+
+@MODELS.register("cnn4")
+@dataclass(frozen=True)
+class CNN4(Family):
+    """Two 5x5 convolutions and two fully connected layers."""
+
+    description: ClassVar[str] = "the papers' 4-layer CNN: 2 convolutions, 2 fully connected layers, no batch norm"
+    smallest: ClassVar[int] = 16
+
+    def blocks(self, classes: int, shape: tuple[int, int, int]) -> list[Block]:
+        channels, height, width = shape
+        return [
+            ("conv1", nn.Conv2d(channels, 32, 5)),
+            ("relu1", nn.ReLU()),
+            ("pool1", nn.MaxPool2d(2)),
+            ("conv2", nn.Conv2d(32, 64, 5)),
+            ("relu2", nn.ReLU()),
+            ("pool2", nn.MaxPool2d(2)),
+            ("flatten", nn.Flatten()),
+            ("fc1", nn.Linear(64 * _side(height) * _side(width), 512)),
+            ("relu3", nn.ReLU()),
+            ("fc2", nn.Linear(512, classes)),
+        ]

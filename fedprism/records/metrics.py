@@ -1,0 +1,181 @@
+"""metrics.jsonl and timings.jsonl: one line a round, only ever appended to.
+
+`metrics.jsonl` holds what must be the same bits after a resume; line n is round n - 1. `timings.jsonl` holds the clock.
+A torn last line (the process was killed while writing it) is ignored by readers and cut off before anything is appended.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fedprism.config import MOMENTS, SPLITS
+from fedprism.engines.events import RoundRecord, Score
+from fedprism.errors import RecordError
+from fedprism.records import atomic
+
+T = TypeVar("T")
+
+
+# --- a round as a line -----------------------------------------------------------------------------------------------
+
+
+def encode(record: RoundRecord, clients: Sequence[str]) -> bytes:
+    """A round as a line of `metrics.jsonl`; the order of its keys does not depend on who finished first."""
+    place = {name: i for i, name in enumerate(clients)}
+    logs = {client: dict(sorted(values.items())) for client, values in record.logs.items()}
+    entry = {
+        "round": record.round,
+        "cohort": sorted(record.cohort, key=lambda name: place.get(name, len(place))),
+        "failed": ordered(record.failed, clients),
+        "down": ordered(record.down, clients),
+        "up": ordered(record.up, clients),
+        "logs": {
+            client: {n: _finite(v) for n, v in values.items()} for client, values in ordered(logs, clients).items()
+        },
+        "scores": {
+            moment: {
+                split: {client: [s.correct, s.total, _finite(s.loss)] for client, s in ordered(scores, clients).items()}
+                for split, scores in ordered(splits, SPLITS).items()
+            }
+            for moment, splits in ordered(record.scores, MOMENTS).items()
+        },
+    }
+    return _line(entry)
+
+
+def decode(entry: Mapping[str, Any], seconds: Mapping[str, float]) -> RoundRecord:
+    """The inverse of `encode`; counts a class are not in a line, and what was not finite is not a number."""
+    return RoundRecord(
+        round=entry["round"],
+        cohort=tuple(entry["cohort"]),
+        failed=entry["failed"],
+        down=entry["down"],
+        up=entry["up"],
+        logs={client: {n: _number(v) for n, v in values.items()} for client, values in entry["logs"].items()},
+        scores={
+            moment: {
+                split: {
+                    client: Score(correct, total, _number(loss)) for client, (correct, total, loss) in scores.items()
+                }
+                for split, scores in splits.items()
+            }
+            for moment, splits in entry["scores"].items()
+        },
+        seconds=seconds,
+    )
+
+
+def encode_seconds(record: RoundRecord) -> bytes:
+    """A round as a line of `timings.jsonl`."""
+    at = datetime.now(UTC).isoformat(timespec="seconds")
+    return _line({"round": record.round, "seconds": {n: round(s, 6) for n, s in record.seconds.items()}, "at": at})
+
+
+def ordered(values: Mapping[str, T], order: Iterable[str]) -> dict[str, T]:
+    """`values` in the order given; names that are not in it come last, sorted."""
+    known = {name: values[name] for name in order if name in values}
+    return {**known, **{name: values[name] for name in sorted(values.keys() - known.keys())}}
+
+
+def _line(entry: Mapping[str, Any]) -> bytes:
+    return json.dumps(entry, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+# --- lines from a file -----------------------------------------------------------------------------------------------
+
+
+def read_rounds(path: Path) -> list[dict[str, Any]]:
+    """Every round of a `metrics.jsonl`; none where there is no file yet. A torn last line is ignored, and left."""
+    entries, damage = intact(path)
+    if damage:
+        raise RecordError(damage)
+    return entries
+
+
+def read_seconds(path: Path) -> dict[int, dict[str, float]]:
+    """Round -> seconds by what they were spent on. Timings are no results: a line that cannot be read is left out."""
+    entries = [_parse(line) for line in _bytes(path).splitlines()]
+    return {entry["round"]: entry.get("seconds", {}) for entry in entries if entry is not None}
+
+
+def intact(path: Path) -> tuple[list[dict[str, Any]], str]:
+    """The rounds up to the first line that is not what it should be, and what is wrong with that line ("": nothing)."""
+    lines = _bytes(path).splitlines(keepends=True)
+    entries: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        entry = _parse(line) if line.endswith(b"\n") else None
+        if entry is None and number == len(lines):
+            break  # torn: the last write was cut short
+        if entry is None or entry["round"] != number - 1 or not {"cohort", "scores"} <= entry.keys():
+            return entries, (
+                f"line {number} of {path} is damaged: expected the record of round {number - 1}. Restore the file from a copy, "
+                f"or delete the line and all after it and run `fedprism resume {path.parent}`."
+            )
+        entries.append(entry)
+    return entries, ""
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) and isinstance(entry.get("round"), int) else None
+
+
+class Journal:
+    """A file of lines that is appended to; each line reaches the system before the next round begins."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = -1
+
+    def open(self, last: int) -> None:
+        """Cut off what is torn, unreadable or after round `last`, in one step, and be ready to append."""
+        before = _bytes(self.path)
+        lines = [(line, _parse(line)) for line in before.splitlines(keepends=True) if line.endswith(b"\n")]
+        after = b"".join(line for line, entry in lines if entry is not None and entry["round"] <= last)
+        if after != before:
+            atomic.write(self.path, after)
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+
+    def append(self, line: bytes) -> None:
+        size = os.fstat(self._descriptor).st_size
+        try:
+            atomic.write_all(self._descriptor, line)
+        except OSError:
+            with suppress(OSError):  # the disk is full: take back the half of a line that may have been written
+                os.ftruncate(self._descriptor, size)
+            raise
+
+    def sync(self) -> None:
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

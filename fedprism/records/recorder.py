@@ -1,0 +1,174 @@
+"""The callback that writes a run down.
+
+Each round: its line of metrics, then of timings. At a checkpoint: both are forced to disk, then the counts a class, then the
+checkpoint's files and last its manifest. So whatever a manifest stands for is on disk before it, and everything after the
+newest manifest can be cut off and computed again to the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fedprism.config import MOMENTS, SPLITS
+from fedprism.engines.events import Callback, Plan, RoundRecord, Snapshot, Status
+from fedprism.errors import RecordError
+from fedprism.records import atomic, metrics, runfile
+from fedprism.records.checkpoint import Checkpoints, RecordWarning
+from fedprism.records.metrics import Journal, ordered
+from fedprism.records.standing import Best
+
+CLASSES = "classes.json"
+METRICS = "metrics.jsonl"
+TIMINGS = "timings.jsonl"
+
+
+def class_counts(record: RoundRecord, clients: tuple[str, ...]) -> dict[str, Any]:
+    """The counts a class of one round, from which balanced accuracy and F1 come."""
+    return {
+        "round": record.round,
+        "scores": {
+            moment: {
+                split: {
+                    client: {"right": list(s.right), "predicted": list(s.predicted), "actual": list(s.actual)}
+                    for client, s in ordered(scores, clients).items()
+                }
+                for split, scores in ordered(splits, SPLITS).items()
+            }
+            for moment, splits in ordered(record.scores, MOMENTS).items()
+        },
+    }
+
+
+def read_classes(path: Path) -> dict[str, Any]:
+    """`classes.json` of a run directory; empty where there is none yet."""
+    try:
+        classes = json.loads((path / CLASSES).read_bytes())
+        return {which: classes[which] for which in ("best", "last") if classes[which]["scores"] is not None}
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise RecordError(f"{path / CLASSES} cannot be read: {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError):
+        raise RecordError(f"{path / CLASSES} is damaged; delete it to go on without counts a class.") from None
+
+
+class Recorder(Callback):
+    """Writes one run into a directory whose lock is held."""
+
+    def __init__(self, path: Path, checkpoints: Checkpoints) -> None:
+        self.path = path
+        self._checkpoints = checkpoints
+        self._metrics = Journal(path / METRICS)
+        self._timings = Journal(path / TIMINGS)
+        self._counts: dict[str, Any] = {}  # best and last
+        self._unsaved: Snapshot | None = None
+        self._safe = -1  # the newest round that has a checkpoint
+        self._ready = False
+
+    def begin(self, plan: Plan) -> None:
+        """Check that this is the run that was begun, and cut off what is after the checkpoint that it goes on from."""
+        runfile.check_names(plan.clients)
+        info = runfile.read(self.path)
+        runfile.check_config(self.path, runfile.recorded_config(self.path, info), plan.config, "this run")
+        runfile.check_facts(self.path, info, plan)
+        self._plan, self._safe = plan, plan.first_round - 1
+        entries = self._history()
+        self._best = Best(plan.moment)
+        for entry in entries:
+            self._best.see(metrics.decode(entry, {}))
+        classes = read_classes(self.path)
+        wanted = {"best": {self._best.round}, "last": range(plan.first_round)}
+        self._counts = {which: counts for which, counts in classes.items() if counts["round"] in wanted[which]}
+        with self._writing("the run directory"):
+            self._metrics.open(self._safe)
+            self._timings.open(self._safe)
+            atomic.sync_folder(self.path)
+            self._info = {**info, **runfile.facts(plan), "status": "running", "ended": None}
+            if self._safe >= 0:
+                self._note_resume()
+            runfile.write(self.path, self._info)
+
+    def round(self, record: RoundRecord, snapshot: Snapshot) -> None:
+        with self._writing(METRICS):
+            self._metrics.append(metrics.encode(record, self._plan.clients))
+        with self._writing(TIMINGS):
+            self._timings.append(metrics.encode_seconds(record))
+        self._checkpoints.forget(snapshot)
+        self._unsaved = snapshot
+        is_best = self._best.see(record)
+        if record.scores:
+            self._counts["last"] = class_counts(record, self._plan.clients)
+            if is_best:
+                self._counts["best"] = self._counts["last"]
+        run = self._plan.config.run
+        regular = record.round % run.checkpoint_every == 0 or record.round == self._plan.rounds
+        if regular or is_best or record.round in run.keep_rounds:
+            self._save()
+
+    def end(self, status: Status) -> None:
+        """Note how it ended. An interrupted run loses nothing: its last whole round gets a checkpoint."""
+        try:
+            if self._ready:
+                self._save()
+                with self._writing(runfile.NAME):
+                    runfile.write(self.path, {**self._info, "status": status, "ended": runfile.now()})
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._timings.close()
+
+    def _history(self) -> list[Mapping[str, Any]]:
+        """The rounds that stay; an error where they do not reach the checkpoint, or would be lost without need."""
+        rounds = self._checkpoints.rounds()
+        if self._safe not in (rounds or [-1]):
+            known = ", ".join(map(str, rounds)) or "none"
+            raise RecordError(
+                f"{self.path} cannot go on after round {self._safe}: it has checkpoints of rounds {known}. "
+                "Resume from one of them, or delete the directory to start anew."
+            )
+        entries, damage = metrics.intact(self.path / METRICS)
+        if len(entries) <= self._safe:
+            end = f"{self.path / METRICS} ends before round {self._safe}, whose checkpoint the run goes on from."
+            raise RecordError(damage or end)
+        return list(entries[: self._safe + 1])
+
+    def _note_resume(self) -> None:
+        begun, here = self._info["versions"], runfile.versions()
+        changed = [f"{n} {begun.get(n)} then, {here[n]} now" for n in ("fedprism", "torch") if begun.get(n) != here[n]]
+        if changed:
+            warnings.warn(
+                f"{self.path} was begun with {'; '.join(changed)}: figures may differ.", RecordWarning, stacklevel=3
+            )
+        entry = {"round": self._safe, "at": runfile.now(), "versions": here}
+        self._info["resumed"] = [*self._info.get("resumed", []), entry]
+
+    def _save(self) -> None:
+        snapshot, run = self._unsaved, self._plan.config.run
+        if snapshot is None:
+            return
+        with self._writing(METRICS):
+            self._metrics.sync()
+            self._timings.sync()
+        if "last" in self._counts:
+            with self._writing(CLASSES):  # without validation images there is no best round: the last stands for it
+                atomic.write_json(self.path / CLASSES, {"best": self._counts["last"], **self._counts})
+        with self._writing(f"the checkpoint of round {snapshot.round}"):
+            best = set() if self._best.round is None else {self._best.round}
+            self._checkpoints.save(snapshot, keep={*run.keep_rounds, *best})
+        self._safe, self._unsaved = snapshot.round, None
+
+    @contextmanager
+    def _writing(self, what: str) -> Iterator[None]:
+        safe = f"Everything up to round {self._safe} is safe" if self._safe >= 0 else "No round is recorded yet"
+        rescue = f"{safe}; make room there, then run `fedprism resume {self.path}`."
+        self._ready = False  # and it stays so if this fails: `end` must not write over a half-written state
+        with atomic.reporting(f"{what} in {self.path}", rescue):
+            yield
+        self._ready = True

@@ -1,0 +1,179 @@
+"""The run directory: made once, written by one process at a time, opened again to resume or to read.
+
+config.yaml      the resolved configuration; can be run again
+run.json         versions, machine, federation, status
+metrics.jsonl    one line a round; the same bits after a resume
+timings.jsonl    one line a round; the clock
+classes.json     counts a class of the best and the last round
+checkpoints/     see checkpoint.py
+.lock            held while a process writes; the system lets go of it when the process dies
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+
+from filelock import FileLock, Timeout
+
+from fedprism import config as configuration
+from fedprism.config import Config
+from fedprism.engines.events import Callback, RoundRecord, Snapshot
+from fedprism.errors import RecordError
+from fedprism.records import atomic, metrics, runfile
+from fedprism.records.checkpoint import Checkpoints, Damaged
+from fedprism.records.read import RunRecord, read_run
+from fedprism.records.recorder import METRICS, Recorder
+from fedprism.records.standing import Best
+
+CONFIG = "config.yaml"
+LOCK = ".lock"
+
+
+class RunDirectory:
+    """One run's files. Use it as a context manager: leaving it lets go of the lock."""
+
+    def __init__(self, path: Path, config: Config, lock: FileLock | None = None) -> None:
+        self.path = path
+        self.config = config
+        self._lock = lock
+        self._checkpoints = Checkpoints(path / "checkpoints")
+
+    @classmethod
+    def create(cls, path: str | Path, config: Config) -> RunDirectory:
+        """Make a run directory and take its lock; one that holds anything is left alone."""
+        path = Path(path)
+        _refuse_used(path)
+        with atomic.reporting(str(path), "Nothing was begun; make room or choose another --out."):
+            path.mkdir(parents=True, exist_ok=True)
+            lock = _locked(path)
+            try:
+                _refuse_used(path)  # another process may have been faster
+                atomic.sweep(path)
+                # run.json first: with it alone the run can be resumed, without it the directory counts as unused.
+                runfile.write(path, runfile.first(config))
+                _write_config(path, config)
+                atomic.sync_folder(path.parent)
+            except BaseException:
+                lock.release()
+                raise
+        return cls(path, config, lock)
+
+    @classmethod
+    def open(cls, path: str | Path, write: bool = False, config: Config | None = None) -> RunDirectory:
+        """Open a run; with `write` to go on with it: takes the lock, and refuses another configuration than it was begun with."""
+        path = Path(path)
+        recorded = runfile.recorded_config(path, runfile.read(path))
+        if config is not None:
+            runfile.check_config(path, recorded, config, "the one given")
+        if not write:
+            return cls(path, recorded)
+        with atomic.reporting(str(path), "Nothing was changed; make room there and try again."):
+            lock = _locked(path)
+            try:
+                if (path / CONFIG).exists():
+                    runfile.check_config(path, recorded, configuration.read(path / CONFIG), CONFIG)
+                else:  # killed while it was made
+                    _write_config(path, recorded)
+                for folder in (path, path / "checkpoints", path / "checkpoints" / "files"):
+                    atomic.sweep(folder)
+            except BaseException:
+                lock.release()
+                raise
+        return cls(path, recorded, lock)
+
+    @property
+    def status(self) -> str:
+        """`running` (or killed), `finished`, `diverged` or `interrupted`."""
+        return str(runfile.read(self.path)["status"])
+
+    def latest(self) -> Snapshot | None:
+        """The newest sound checkpoint, with a warning for each damaged one passed over; None: begin with round 0."""
+        entries, damage = metrics.intact(self.path / METRICS)
+        rounds = self._checkpoints.rounds()
+        if damage and any(round >= len(entries) for round in rounds):
+            raise RecordError(damage)
+        snapshot = self._checkpoints.newest(len(entries) - 1)
+        # Round 0 has a checkpoint before round 1 is recorded: without one, it has been lost.
+        if snapshot is None and (rounds or len(entries) > 1):
+            raise RecordError(
+                f"{self.path} had checkpoints, but none of them can be used: the run cannot be resumed. Restore "
+                f"{self._checkpoints.folder} from a copy, or delete {self.path} to start anew from round 0."
+            )
+        return snapshot
+
+    def best(self) -> Snapshot | None:
+        """The checkpoint of the best round by mean validation accuracy; the newest one where there is no such round."""
+        record = self.record()
+        rounds = self._checkpoints.rounds()
+        best = Best(record.moment)
+        for entry in record.rounds:
+            if rounds and entry.round <= rounds[-1]:  # a better one that was not saved yet is still to come
+                best.see(entry)
+        return self.latest() if best.round is None else self.at(best.round)
+
+    def at(self, round: int) -> Snapshot:
+        """The checkpoint of one round: one of the last two, the best, or one of `run.keep_rounds`."""
+        rounds = self._checkpoints.rounds()
+        if round not in rounds:
+            known = ", ".join(map(str, rounds)) or "none"
+            raise RecordError(f"{self.path} has no checkpoint of round {round}; it has: {known}. See run.keep_rounds.")
+        try:
+            return self._checkpoints.load(round)
+        except Damaged as damage:
+            raise RecordError(f"the checkpoint of round {round} cannot be used: {damage}.") from None
+
+    def recorder(self) -> Callback:
+        """The callback that writes the run; its plan says after which checkpoint it goes on."""
+        if self._lock is None:
+            raise RecordError(f"{self.path} was opened for reading; open it with write=True to record.")
+        return Recorder(self.path, self._checkpoints)
+
+    def record(self) -> RunRecord:
+        return read_run(self.path)
+
+    def close(self) -> None:
+        """Let go of the lock."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _locked(path: Path) -> FileLock:
+    lock = FileLock(path / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise RecordError(
+            f"{path} is being written by another process; wait until it has ended, stop it, or choose another --out."
+        ) from None
+    except NotImplementedError as error:
+        raise RecordError(
+            f"{path} lies on a file system that cannot lock files ({error}); choose another --out."
+        ) from None
+    return lock
+
+
+def _refuse_used(path: Path) -> None:
+    """An empty directory, or one whose making was cut short, may be used; anything else is somebody's work."""
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise RecordError(f"{path} is a file; expected a new or empty directory: choose another --out.")
+    if any(entry.name != LOCK and not atomic.is_partial(entry) for entry in path.iterdir()):
+        raise RecordError(
+            f"{path} exists and is not empty. Choose another --out, go on with the run in it by `fedprism resume {path}`, "
+            "or delete it."
+        )
+
+
+def _write_config(path: Path, config: Config) -> None:
+    atomic.write(path / CONFIG, configuration.dump(config).encode())
