@@ -1,5 +1,7 @@
 """A method of your own in one short file: FedBN whose clients keep a share of their own head.
 
+Run it by itself, or through the command line:
+
     python examples/add_a_method.py
     fedprism run examples/digits-skew.yaml --method examples/add_a_method.py:HeadMix --set method.keep=0.8
 """
@@ -20,7 +22,9 @@ class HeadMix(Method):
 
     def receive(self, me: Me, now: Now) -> None:
         own = me.model.state_dict()
-        mixed = {name: self.keep * own[name] + (1 - self.keep) * now.down[name] for name in leaves.part(me.model, "head")}
+        mixed = {
+            name: self.keep * own[name] + (1 - self.keep) * now.down[name] for name in leaves.part(me.model, "head")
+        }
         load(me.model, {**now.down, **mixed})
 
 

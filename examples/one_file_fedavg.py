@@ -2,8 +2,9 @@
 
     python examples/one_file_fedavg.py
 
-Five clients hold real handwritten digits, each drawn with ink and paper of another brightness. Every round a client trains the
-received model on its own images; the server averages what comes back. FedBN is the same, but batch-norm layers stay at home.
+Five clients hold real handwritten digits, each drawn with ink and paper of another brightness. Every round a client
+trains the received model on its own images; the server averages what comes back. FedBN is the same, but batch-norm
+layers stay at home.
 """
 
 import copy

@@ -1,5 +1,7 @@
 """Personalised federated learning: what clients share, what stays their own, and what each one gains.
 
+In a few lines:
+
     import fedprism as fp
 
     federation = fp.federation("digits-skew", clients=5, seed=0)

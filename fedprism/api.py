@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedprism import config as configuration
-from fedprism.config import Config, ModelConfig, Named
+from fedprism.config import Config, Named
 from fedprism.data.images import normalise
 from fedprism.engines.client import Job, client_receive, make_info, make_now
 from fedprism.engines.events import Callback, Snapshot
@@ -26,8 +26,9 @@ from fedprism.engines.passes import keyed_draw, learning_rate
 from fedprism.errors import ConfigError, DataError, FedprismError, RecordError
 from fedprism.federation import ClientData, Federation, Split, make_federation
 from fedprism.methods import find, make, named
-from fedprism.methods.base import Info, Method, load as load_state
-from fedprism.records import Protocol, RunDirectory, RunRecord, read_run
+from fedprism.methods.base import Info, Method
+from fedprism.methods.base import load as load_state
+from fedprism.records import Protocol, RunDirectory, RunRecord, read_run, run_status
 from fedprism.report.table import Table, table
 
 # --- configurations --------------------------------------------------------------------------------------------------
@@ -48,7 +49,9 @@ def directory_of(config: Config, name: str, out: str | Path | None) -> Path:
     try:
         return Path(pattern.format(config=name, method=find(config.method.name).id, seed=config.seed))
     except (KeyError, IndexError, ValueError):
-        raise ConfigError(f"run.out is {pattern!r}; it may hold {{config}}, {{method}} and {{seed}}, and nothing else in braces.") from None
+        raise ConfigError(
+            f"run.out is {pattern!r}; it may hold {{config}}, {{method}} and {{seed}}, and nothing else in braces."
+        ) from None
 
 
 # --- one run ---------------------------------------------------------------------------------------------------------
@@ -67,9 +70,9 @@ def train(
 ) -> Run:
     """Train a method on a federation and return the run.
 
-    `settings` are laid over the defaults like the command line's `--set`: `["train.epochs=2", "train.optimizer.lr=0.01"]`.
-    The run is written to `out` (default: `runs/<data>/<method>-<seed>`); `out=False` keeps nothing on disk after Python ends;
-    `overwrite=True` replaces a run that is there.
+    `settings` are laid over the defaults like the command line's `--set`: `["train.epochs=2",
+    "train.optimizer.lr=0.01"]`. The run is written to `out` (default: `runs/<data>/<method>-<seed>`); `out=False`
+    keeps nothing on disk after Python ends; `overwrite=True` replaces a run that is there.
     """
     base = configuration.plain(Config(seed=federation.seed, data=federation.data))
     base["method"] = named(method).plain() if isinstance(method, Method) else {"name": method}
@@ -78,7 +81,9 @@ def train(
         base["train"]["rounds"] = rounds
     config = resolve(configuration.structure(configuration.override(base, settings), Config))
     if config.data != federation.data or config.seed != federation.seed:
-        raise ConfigError("settings cannot change the seed or the data of a federation that is already made; pass them to fp.federation().")
+        raise ConfigError(
+            "settings cannot change the seed or the data of a federation that is made; pass them to fp.federation()."
+        )
     if out is False:
         path = Path(tempfile.mkdtemp(prefix="fedprism-")) / "run"
     else:
@@ -101,7 +106,7 @@ def run_config(config: Config, name: str, *, out: str | Path | None = None, call
 def resume(path: str | Path, *, federation: Federation | None = None, callbacks: Sequence[Callback] = ()) -> Run:
     """Go on with a run that was interrupted; a federation of one's own arrays must be given again."""
     with RunDirectory.open(path, write=True) as directory:
-        if read_run(path).status in ("finished", "diverged"):
+        if directory.status in ("finished", "diverged"):
             return load(path)
         config = directory.config
         return _run(config, federation or make_federation(config.data, config.seed), directory, callbacks)
@@ -110,7 +115,9 @@ def resume(path: str | Path, *, federation: Federation | None = None, callbacks:
 def _run(config: Config, federation: Federation, directory: RunDirectory, callbacks: Sequence[Callback]) -> Run:
     method, device = make(config.method), choose_device(config.run.device)
     info = make_info(config, federation.names, federation.classes, federation.shape)
-    engine = ENGINES["inprocess" if config.run.engine == "auto" else config.run.engine](method, config, info, federation, device)
+    engine = ENGINES["inprocess" if config.run.engine == "auto" else config.run.engine](
+        method, config, info, federation, device
+    )
     with numerics(config.run, device):
         loop = make_loop(method, config, info, federation, engine, device)
         loop.run([directory.recorder(), *callbacks], start=directory.latest())
@@ -133,7 +140,9 @@ class Cell:
     path: Path
 
 
-def cells(config: Config, methods: Sequence[str], seeds: Sequence[int], name: str, out: str | Path | None = None) -> list[Cell]:
+def cells(
+    config: Config, methods: Sequence[str], seeds: Sequence[int], name: str, out: str | Path | None = None
+) -> list[Cell]:
     """The runs of a comparison: every method with every seed. `out` is the folder that holds them."""
     if not methods or not seeds:
         raise ConfigError("a comparison needs at least one method and one seed.")
@@ -161,7 +170,8 @@ def compare(
 ) -> list[Run]:
     """Run every cell, one directory each: finished ones are skipped, begun ones resumed.
 
-    A cell that diverges is recorded as such and the next one runs. An error of a cell is raised, or given to `on_error`.
+    A cell that diverges is recorded as such and the next one runs. An error of a cell is raised, or given to
+    `on_error`.
     """
     runs: list[Run] = []
     federations: dict[int, Federation] = {}
@@ -177,14 +187,16 @@ def compare(
 
 def _run_cell(cell: Cell, federations: dict[int, Federation], callbacks: Sequence[Callback]) -> Run:
     config = cell.config
-    exists = cell.path.exists() and any(cell.path.iterdir())
-    if exists and read_run(cell.path, expect=config).status in ("finished", "diverged"):
+    status = run_status(cell.path)
+    if status is not None:
+        RunDirectory.open(cell.path, expect=config)  # refuses a run of another configuration
+    if status in ("finished", "diverged"):
         return load(cell.path)
     if config.seed not in federations:
         federations.clear()  # one at a time in memory
         federations[config.seed] = make_federation(config.data, config.seed)
-    open_directory = RunDirectory.open(cell.path, write=True, expect=config) if exists else RunDirectory.create(cell.path, config)
-    with open_directory as directory:
+    begun = status is not None
+    with RunDirectory.open(cell.path, write=True) if begun else RunDirectory.create(cell.path, config) as directory:
         return _run(config, federations[config.seed], directory, callbacks)
 
 
@@ -262,7 +274,9 @@ class ClientModel:
     class_names: tuple[str, ...]
 
     @classmethod
-    def of(cls, method: Method, config: Config, info: Info, names: tuple[str, ...], snapshot: Snapshot, client: str) -> ClientModel:
+    def of(
+        cls, method: Method, config: Config, info: Info, names: tuple[str, ...], snapshot: Snapshot, client: str
+    ) -> ClientModel:
         """The client's model at its method's own moment: as received, or as it left local training."""
         arch = info.archs[client]
         module = method.build(arch, client, info, info.seed)
@@ -282,7 +296,7 @@ class ClientModel:
         """Class probabilities `[n, classes]` of uint8 images, `[n, height, width, channels]` or channels first."""
         draw = keyed_draw(torch.device("cpu"), self.info.seed, "serve", self.client)
         x = normalise(_images(images, self.info.archs[self.client].shape), self.config.data.normalize)
-        scores = [self.method.predict(self.module, part, draw) for part in x.split(256)]
+        scores = [self.method.predict(self.module, part, draw) for part in torch.split(x, 256)]
         return torch.cat(scores).softmax(1).numpy() if scores else np.empty((0, self.info.classes), np.float32)
 
     def predict(self, images: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -301,4 +315,6 @@ def _images(images: Any, shape: tuple[int, int, int]) -> Tensor:
         return x
     if x.ndim == 4 and tuple(x.shape[1:]) == (height, width, channels):
         return x.permute(0, 3, 1, 2).contiguous()
-    raise DataError(f"images have shape {tuple(x.shape)}; expected [n, {height}, {width}, {channels}] or [n, {channels}, {height}, {width}].")
+    raise DataError(
+        f"images have shape {tuple(x.shape)}; expected [n, {height}, {width}, {channels}], or the channels first."
+    )

@@ -1,8 +1,8 @@
 """The configuration of a run: frozen dataclasses, read from YAML, the command line or Python.
 
-Each field carries its meaning as `doc`, which `fedprism run --print-config` writes as a comment. Things that are a name and
-settings of their own (a method, a model, a partition, a schedule) are `Named`: their settings are checked where the name is
-looked up. An unknown key is an error that names the nearest right one.
+Each field carries its meaning as `doc`, which `fedprism run --print-config` writes as a comment. Things that are a
+name and settings of their own (a method, a model, a partition, a schedule) are `Named`: their settings are checked
+where the name is looked up. An unknown key is an error that names the nearest right one.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class Named:
 @dataclass(frozen=True)
 class SplitConfig:
     validation: float = setting(0.1, "share of a client's images kept for choosing the best round", share, "0 to 1")
-    test: float | None = setting(None, "share kept for the test; null: the dataset's own test part or share", share, "0 to 1")
+    test: float | None = setting(
+        None, "share kept for the test; null: the dataset's own test part or share", share, "0 to 1"
+    )
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,9 @@ class DataConfig:
 class ModelConfig:
     name: str = setting("lenet-bn", "`fedprism list models`")
     head_layers: int | Literal["all"] = setting(1, "how many of the fully connected layers are the head: 1, 2 or all")
-    per_client: Any = setting(None, "a list (client m gets the m mod len-th) or a map by client name, instead of one name")
+    per_client: Any = setting(
+        None, "a list (client m gets the m mod len-th) or a map by client name, instead of one name"
+    )
     settings: Mapping[str, Any] = setting({}, "what else the named model takes, such as width")
 
 
@@ -96,12 +100,17 @@ class TrainConfig:
     rounds: int = setting(30, "communication rounds", positive, "1 or more")
     epochs: int = setting(1, "local epochs a round", positive, "1 or more")
     batch: int = setting(32, "images a step", positive, "1 or more")
-    last_batch: Literal["keep", "drop"] = setting("keep", "the last, smaller batch (a client's only batch is always kept)")
+    last_batch: Literal["keep", "drop"] = setting(
+        "keep", "the last, smaller batch (a client's only batch is always kept)"
+    )
     optimizer: OptimizerConfig = setting(OptimizerConfig(), "of the clients")
-    schedule: Named = setting(Named("none"), "none, cosine, {name: step, every: 10, gamma: 0.5}, {name: exponential, gamma: 0.99}")
+    schedule: Named = setting(
+        Named("none"), "none, cosine, {name: step, every: 10, gamma: 0.5}, {name: exponential, gamma: 0.99}"
+    )
     clip: float | None = setting(None, "largest norm of a step's gradient; null: no limit", positive, "above 0")
     bn: Literal["method", "shared", "local", "local-stats"] = setting(
-        "method", "batch norm: shared, local, local-stats (affine shared, statistics local), or what the method's paper says"
+        "method",
+        "batch norm: shared, local, local-stats (affine shared, statistics local), or what the method's paper says",
     )
 
 
@@ -115,7 +124,7 @@ class ServerConfig:
 class ClientsConfig:
     participation: float | tuple[float, float] = setting(
         1.0,
-        "share of clients a round, or a range [lo, hi] from which each round draws its share; never fewer than one client",
+        "share of clients a round, or [lo, hi] from which each round draws its share; never fewer than one client",
         lambda v: 0 < v <= 1 if isinstance(v, float | int) else 0 <= v[0] <= v[1] <= 1 and v[1] > 0,
         "above 0 to 1, or [lo, hi] within 0 to 1",
     )
@@ -132,11 +141,15 @@ SPLITS = ("train", "validation", "test")
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    every: int = setting(1, "rounds between evaluations; the first state and the last round are always evaluated", positive, "1 or more")
+    every: int = setting(
+        1, "rounds between evaluations; the first state and the last round are always evaluated", positive, "1 or more"
+    )
     moments: tuple[Literal["received", "trained", "adapted", "global"], ...] = setting(
         ("received", "trained"), "received, trained, adapted, global: see docs/protocols.md"
     )
-    splits: tuple[Literal["train", "validation", "test"], ...] = setting(("validation", "test"), "parts of each client's data")
+    splits: tuple[Literal["train", "validation", "test"], ...] = setting(
+        ("validation", "test"), "parts of each client's data"
+    )
     clients: Literal["all", "participants"] = setting("all", "whom to evaluate")
     train_loss: bool = setting(False, "evaluate the training part too")
 
@@ -152,7 +165,9 @@ class RunConfig:
     compile: Literal[False] = setting(False, "compile the training step")
     slots: int | Literal["auto"] = setting("auto", "clients at once on a GPU")
     workers: int | Literal["auto"] = setting("auto", "worker processes on a CPU")
-    checkpoint_every: int = setting(5, "rounds between checkpoints; a new best round is always kept", positive, "1 or more")
+    checkpoint_every: int = setting(
+        5, "rounds between checkpoints; a new best round is always kept", positive, "1 or more"
+    )
     keep_rounds: tuple[int, ...] = setting((), "rounds whose checkpoints are never deleted")
     out: str = setting("runs/{config}/{method}-{seed}", "where the run is written")
 
@@ -162,7 +177,9 @@ class Config:
     seed: int = setting(0, "of the split, the first weights, and every draw")
     data: DataConfig = setting(DataConfig(), "")
     model: ModelConfig = setting(ModelConfig(), "")
-    method: Named = setting(Named("fedavg"), "`fedprism list methods`, `fedprism explain METHOD`, or path/to/file.py:Class")
+    method: Named = setting(
+        Named("fedavg"), "`fedprism list methods`, `fedprism explain METHOD`, or path/to/file.py:Class"
+    )
     train: TrainConfig = setting(TrainConfig(), "")
     server: ServerConfig = setting(ServerConfig(), "")
     clients: ClientsConfig = setting(ClientsConfig(), "")
@@ -225,8 +242,12 @@ def _model(raw: Any, _: Any) -> ModelConfig:
     return ModelConfig(**known, settings={k: v for k, v in raw.items() if k not in own})
 
 
+def _is_literal(kind: Any) -> bool:
+    return bool(typing.get_origin(kind) == Literal)
+
+
 def _is_union(kind: Any) -> bool:
-    return typing.get_origin(kind) in (typing.Union, types.UnionType)
+    return isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
 
 
 _converter = Converter(forbid_extra_keys=True)
@@ -234,7 +255,7 @@ _converter.register_structure_hook(bool, _strict(bool, (bool,), "true or false")
 _converter.register_structure_hook(int, _strict(int, (int,), "a whole number"))
 _converter.register_structure_hook(float, _strict(float, (int, float), "a number"))
 _converter.register_structure_hook(str, _strict(str, (str,), "a text"))
-_converter.register_structure_hook_func(lambda kind: typing.get_origin(kind) is Literal, _literal)
+_converter.register_structure_hook_func(_is_literal, _literal)
 _converter.register_structure_hook_func(_is_union, _union)
 _converter.register_structure_hook(Named, _named)
 _converter.register_structure_hook(ModelConfig, _model)
@@ -248,7 +269,9 @@ def structure(raw: Any, kind: type[T], where: str = "") -> T:
         value = _converter.structure(raw if raw is not None else {}, kind)
     except BaseValidationError as error:
         lines = transform_error(error, path=where or "$", format_exception=_words)
-        raise ConfigError("\n".join(line.replace("$.", "").replace("$", "the configuration") for line in lines)) from None
+        raise ConfigError(
+            "\n".join(line.replace("$.", "").replace("$", "the configuration") for line in lines)
+        ) from None
     except ConfigError as error:
         raise ConfigError(f"{error} @ {where}" if where else str(error)) from None
     _check(value, where)
@@ -263,7 +286,9 @@ def _words(error: BaseException, kind: type | None) -> str:
         return str(error)
     if isinstance(error, KeyError):
         return f"the key {error} is missing"
-    words = f"a mapping of {kind.__name__} keys" if dataclasses.is_dataclass(kind) else str(getattr(kind, "__name__", kind))
+    words = (
+        f"a mapping of {kind.__name__} keys" if dataclasses.is_dataclass(kind) else str(getattr(kind, "__name__", kind))
+    )
     return f"expected {words} ({error})"
 
 
@@ -303,7 +328,9 @@ def read(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"there is no configuration at {path}; `fedprism run --print-config > {path}` writes one.") from None
+        raise ConfigError(
+            f"there is no configuration at {path}; `fedprism run --print-config > {path}` writes one."
+        ) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as YAML: {error}") from None
     if raw is not None and not isinstance(raw, dict):
@@ -345,7 +372,9 @@ def dump(config: Config) -> str:
 
 def commented(config: Config) -> str:
     """The configuration as YAML, every key with its meaning as a comment."""
-    lines: list[str] = ["# A complete fedprism configuration: every key, its value and its meaning. Run it with `fedprism run FILE`."]
+    lines: list[str] = [
+        "# A complete fedprism configuration: every key, its value and its meaning. Run it with `fedprism run FILE`."
+    ]
     _commented(config, "", lines)
     return "\n".join(lines) + "\n"
 
@@ -357,7 +386,9 @@ def _commented(value: Any, indent: str, lines: list[str]) -> None:
         if isinstance(item, ModelConfig) or (dataclasses.is_dataclass(item) and not isinstance(item, Named)):
             lines.append(f"{indent}{f.name}:{note}")
             _commented(item, indent + "  ", lines)
-        elif isinstance(value, ModelConfig) and (f.name == "settings" or (f.name == "name" and value.per_client is not None)):
+        elif isinstance(value, ModelConfig) and (
+            f.name == "settings" or (f.name == "name" and value.per_client is not None)
+        ):
             lines.extend(f"{indent}{k}: {_flow(v)}" for k, v in (item.items() if f.name == "settings" else ()))
         elif isinstance(value, ModelConfig) and f.name == "per_client" and item is None:
             lines.append(f"{indent}# per_client: [lenet-bn, mlp]{note}")

@@ -16,7 +16,19 @@ from fedprism.methods.base import Method
 from tests.helpers import Collect, loop_for
 
 PAGE = Path(__file__).parent.parent / "docs" / "architecture.md"
-NAMES = ["FedCP", "FedCO2", "FedPick", "FediOS", "FedSCE", "FedTGP", "FedFomo", "FedAMP", "PerFedAvg", "PFedMe", "FedKD"]
+NAMES = [
+    "FedCP",
+    "FedCO2",
+    "FedPick",
+    "FediOS",
+    "FedSCE",
+    "FedTGP",
+    "FedFomo",
+    "FedAMP",
+    "PerFedAvg",
+    "PFedMe",
+    "FedKD",
+]
 
 
 @pytest.fixture(scope="module")
@@ -29,19 +41,31 @@ def sketches() -> ModuleType:
 
 
 def test_no_sketch_is_forgotten(sketches: ModuleType) -> None:
-    found = [n for n, c in vars(sketches).items() if is_dataclass(c) and issubclass(c, Method) and c.__module__ == "sketches"]
+    found = [
+        n for n, c in vars(sketches).items() if is_dataclass(c) and issubclass(c, Method) and c.__module__ == "sketches"
+    ]
     assert found == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sketch_trains_two_rounds(sketches: ModuleType, name: str) -> None:
     method: Method = getattr(sketches, name)()
-    config = structure({"train": {"rounds": 2}, "clients": {"participation": 0.67}, "evaluate": {"moments": ["received", "trained", "adapted"]}}, Config)
+    config = structure(
+        {
+            "train": {"rounds": 2},
+            "clients": {"participation": 0.67},
+            "evaluate": {"moments": ["received", "trained", "adapted"]},
+        },
+        Config,
+    )
     loop = loop_for(method, config, federation("digits-skew", clients=3, seed=0, samples=40))
     seen = Collect()
     assert loop.run([seen]) == "finished"
     assert all(not record.failed for record in seen.records)
-    assert all(state is None or all(t.isfinite().all() for t in state.values() if t.is_floating_point()) for state in loop.states.values())
+    assert all(
+        state is None or all(t.isfinite().all() for t in state.values() if t.is_floating_point())
+        for state in loop.states.values()
+    )
     losses = [record.logs[c].get("loss/train", 0.0) for record in seen.records[1:] for c in record.cohort]
     assert losses
     assert set(seen.records[-1].scores) == {"received", "trained", "adapted"}

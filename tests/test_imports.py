@@ -8,7 +8,21 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "fedprism"
-ORDER = ["errors", "keys", "registry", "config", "data", "federation", "models", "methods", "engines", "records", "report", "api", "cli"]
+ORDER = [
+    "errors",
+    "keys",
+    "registry",
+    "config",
+    "data",
+    "federation",
+    "models",
+    "methods",
+    "engines",
+    "records",
+    "report",
+    "api",
+    "cli",
+]
 
 
 def layer(module: str) -> int:
@@ -25,7 +39,9 @@ def imports(path: Path) -> list[str]:
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, f"{path} uses a relative import"
-            found += [f"{node.module}.{alias.name}" if node.module == "fedprism" else node.module for alias in node.names]
+            found += [
+                f"{node.module}.{alias.name}" if node.module == "fedprism" else node.module for alias in node.names
+            ]
     return [name for name in found if name.split(".")[0] == "fedprism"]
 
 
@@ -40,5 +56,10 @@ def test_imports_point_left(path: Path) -> None:
 
 
 def test_every_part_has_its_place() -> None:
-    parts = {path.name if path.is_dir() else path.stem for path in PACKAGE.iterdir()} - {"__init__", "__main__", "__pycache__", "py.typed"}
+    parts = {path.name if path.is_dir() else path.stem for path in PACKAGE.iterdir()} - {
+        "__init__",
+        "__main__",
+        "__pycache__",
+        "py",
+    }
     assert parts == set(ORDER)

@@ -9,7 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from reference import (
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from fedprism import keys
+from fedprism.models import Arch
+from tests.reference import (
     ditto,
     fedavg,
     fedbn,
@@ -23,12 +28,7 @@ from reference import (
     scaffold,
     silobn,
 )
-from reference.common import Scorer, Setup, get, leaves, norm_leaves
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-
-from fedprism import keys
-from fedprism.models import Arch
+from tests.reference.common import Scorer, Setup, get, leaves, norm_leaves
 
 CLASSES, SHAPE, SIZES = 3, (1, 6, 6), (24, 15, 9)
 RUNS: dict[str, Callable[[Setup], list[Scorer]]] = {
@@ -231,6 +231,23 @@ def test_ditto() -> None:
     differ(ditto.run(setup, lam=1.0), local.run(setup))
 
 
+def test_penalties_by_hand() -> None:
+    """Every parameter 0.5 off its anchor costs mu / 2 * 0.25 each."""
+    model = make("mlp").models[0]
+    x, y = draw(0, 6)
+    count = sum(p.numel() for p in model.parameters())
+    proximal, towards = (
+        fedprox.proximal(model, mu=0.4),
+        ditto.towards(model, [p.clone() for p in model.parameters()], 0.4),
+    )
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.5
+    expected = cross_entropy(model(x), y) + 0.2 * 0.25 * count
+    torch.testing.assert_close(proximal(x, y), expected)
+    torch.testing.assert_close(towards(x, y), expected)
+
+
 def test_scaffold() -> None:
     still = make(sizes=(12, 12, 12), momentum=0.0)
     first, one_step = replace(still, rounds=1), make(sizes=(12, 12, 12), momentum=0.0, batch=12, epochs=1)
@@ -241,7 +258,7 @@ def test_scaffold() -> None:
 
 
 def test_scaffold_by_hand() -> None:
-    """Losses of slope +1 and -3 on one weight, a step of 0.1 a round; both take part, then the first, then the second."""
+    """Losses of slope +1 and -3 on one weight, a step of 0.1 a round; both take part, then each alone."""
 
     class Weight(nn.Module):
         def __init__(self) -> None:
@@ -286,6 +303,23 @@ def test_fedproto() -> None:
         z = result[0].model.body(one.train[0][0])
     expected = -(z - features.mean(0)).square().sum(1)
     torch.testing.assert_close(result[0](one.train[0][0])[:, 2], expected)
+
+
+def test_fedproto_loss_by_hand() -> None:
+    """Classes 0 and 2 have prototypes, 1 has none: it adds nothing but stays in the denominator."""
+    model = make("mlp").models[0]
+    x, y = draw(0, 6)  # labels 0 1 2 0 1 2, features of width 4
+    prototypes = {0: torch.zeros(4), 2: torch.ones(4)}
+    z = model.body(x)
+    pull = (z[[0, 3]].square().sum() + (z[[2, 5]] - 1).square().sum()) / 24
+    torch.testing.assert_close(fedproto.attracted(model, prototypes, 3.0)(x, y), cross_entropy(model(x), y) + 3 * pull)
+    setup = make()
+    one, two = (
+        replace(setup, rounds=1),
+        replace(setup, rounds=2),
+    )  # the first round knows no prototypes, the second does
+    same(fedproto.run(one, lam=1.0), fedproto.run(one, lam=0.0))
+    differ(fedproto.run(two, lam=1.0), fedproto.run(two, lam=0.0))
 
 
 def test_fedproto_of_classes_that_nobody_has() -> None:

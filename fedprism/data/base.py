@@ -89,24 +89,20 @@ class Dataset:
     sites: bool = False  # the domains are real sites: none may be left out
 
     def __post_init__(self) -> None:
-        n = len(self.images)
+        n, what = len(self.images), f"dataset {self.name!r}"
         if self.images.dtype != torch.uint8 or self.images.ndim != 4:
-            shape = tuple(self.images.shape)
-            raise DataError(
-                f"dataset {self.name!r}: images are {self.images.dtype} {shape}; expected uint8 [n, channels, height, width]."
-            )
-        for what, values, names in (
+            given = f"{self.images.dtype} {tuple(self.images.shape)}"
+            raise DataError(f"{what}: images are {given}; expected uint8 [n, channels, height, width].")
+        for kind, values, names in (
             ("labels", self.labels, self.class_names),
             ("domains", self.domains, self.domain_names),
         ):
             if values.dtype != torch.int64 or values.shape != (n,):
-                raise DataError(
-                    f"dataset {self.name!r}: {what} are {values.dtype} {tuple(values.shape)}; expected int64 [{n}]."
-                )
-            if n and not (0 <= int(values.min()) and int(values.max()) < len(names)):
-                raise DataError(f"dataset {self.name!r}: {what} must lie between 0 and {len(names) - 1}.")
+                raise DataError(f"{what}: {kind} are {values.dtype} {tuple(values.shape)}; expected int64 [{n}].")
+            if n and (int(values.min()) < 0 or int(values.max()) >= len(names)):
+                raise DataError(f"{what}: {kind} must lie between 0 and {len(names) - 1}.")
         if self.is_test is not None and (self.is_test.dtype != torch.bool or self.is_test.shape != (n,)):
-            raise DataError(f"dataset {self.name!r}: is_test must be bool [{n}].")
+            raise DataError(f"{what}: is_test must be bool [{n}].")
 
     def __len__(self) -> int:
         return len(self.labels)

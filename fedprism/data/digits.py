@@ -1,7 +1,8 @@
 """`digits-skew`: real handwritten digits in five styles, made from what scikit-learn ships, so nothing is downloaded.
 
-Every image belongs to exactly one domain. All styles are bright on dark, so that clients have something to teach each other; they
-differ in what batch norm sees (contrast, background, colour, sharpness), so that one model for all is a compromise.
+Every image belongs to exactly one domain. All styles are bright on dark, so that clients have something to teach each
+other; they differ in what batch norm sees (contrast, background, colour, sharpness), so that one model for all is a
+compromise. Each digit stands at a place and size of its own, so that a hundred are too few to learn from alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One client, one round: the function that every engine runs, whether in this process, in another or on a far machine.
 
-It is given the method, the configuration, public knowledge, the client's data, its state (None: its first time) and what was
-sent; it gives back the new state, the upload and what is to be recorded. It remembers nothing.
+It is given the method, the configuration, public knowledge, the client's data, its state (None: its first time) and
+what was sent; it gives back the new state, the upload and what is to be recorded. It remembers nothing.
 """
 
 from __future__ import annotations
@@ -68,17 +68,22 @@ def client_round(job: Job, state: State | None, down: State, slot: Me | None = N
     if bad is not None:
         return Failure(f"{bad} is not finite after local training", non_finite=True)
     logs = {name: float(torch.stack(values).mean()) for name, values in me.logs.items()}
-    moments = [moment for moment in config.evaluate.moments if moment == "trained" and due(config, job.round + 1)]
-    scores = {moment: _score(me, job, moment) for moment in moments}
+    scores: Scores = {}
+    if "trained" in config.evaluate.moments and due(config, job.round + 1):
+        scores["trained"] = _score(me, job, "trained")
     return Result(kept, method.encode(upload, now), len(job.data.train), logs, scores)
 
 
 def client_evaluate(job: Job, state: State | None, down: State, slot: Me | None = None) -> Scores:
-    """The scores of a client that has just been sent `down`: `received`, `global` and, on a throw-away copy, `adapted`."""
+    """The scores of a client that has just been sent `down`; the moment `adapted` on a copy that is thrown away."""
     me = slot or open_slot(job)
     now = _enter(me, job, state, down)
     moments = job.config.evaluate.moments
-    scores = {m: _score(me, job, m) for m in ("received", "global") if m in moments and (m != "global" or job.method.has_global)}
+    scores: Scores = {}
+    if "received" in moments:
+        scores["received"] = _score(me, job, "received")
+    if "global" in moments and job.method.has_global:
+        scores["global"] = _score(me, job, "global")
     if "adapted" in moments:
         _train(me, job, now, job.method.adapt)
         scores["adapted"] = _score(me, job, "adapted")
@@ -101,7 +106,9 @@ def make_info(config: Config, clients: Sequence[str], classes: int, shape: tuple
     return Info(tuple(clients), classes, archs, config.seed)
 
 
-def make_now(method: Method, config: Config, info: Info, model: nn.Module, round: int, client: str | None = None) -> Now:
+def make_now(
+    method: Method, config: Config, info: Info, model: nn.Module, round: int, client: str | None = None
+) -> Now:
     """Where we are; `model` is that client's (or the server's), which decides what travels."""
     weighting = method.weighting if config.clients.weighting == "method" else config.clients.weighting
     now = Now(round, config.train.rounds, info, config.train, learning_rate(config.train, round), weighting, client)
@@ -168,4 +175,8 @@ def _score(me: Me, job: Job, moment: str) -> dict[str, Score]:
         splits.insert(0, "train")
     data = job.data.to(job.device)
     purpose = (job.info.seed, "predict", job.round, job.data.name, moment)
-    return {s: score(predict, me.model, data.split(s), config, data.classes, (*purpose, s)) for s in splits if len(data.split(s))}
+    return {
+        s: score(predict, me.model, data.split(s), config, data.classes, (*purpose, s))
+        for s in splits
+        if len(data.split(s))
+    }

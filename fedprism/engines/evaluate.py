@@ -28,7 +28,7 @@ def score(
     model.eval()
     counts = torch.zeros(3, classes, dtype=torch.int64, device=split.y.device)
     loss = torch.zeros((), dtype=torch.float64, device=split.y.device)
-    for step, rows in enumerate(torch.arange(len(split), device=split.y.device).split(SWEEP_BATCH)):
+    for step, rows in enumerate(torch.split(torch.arange(len(split), device=split.y.device), SWEEP_BATCH)):
         y = split.y[rows]
         scores = predict(model, inputs(split.x[rows], config), keyed_draw(split.y.device, *purpose, step))
         guess = scores.argmax(dim=1)

@@ -1,7 +1,8 @@
 """A client's round as files: for a worker in another process or on another machine that shares nothing but a folder.
 
-In the folder: `task.json` (the configuration, public knowledge, the round), `data.safetensors`, `state.safetensors` (absent the
-first time) and `down.safetensors`. Afterwards: `state.safetensors`, `upload.safetensors` and `records.json`, or `failure.json`.
+In the folder: `task.json` (the configuration, public knowledge, the round), `data.safetensors`, `state.safetensors`
+(absent the first time) and `down.safetensors`. Afterwards: `state.safetensors`, `upload.safetensors` and
+`records.json`, or `failure.json`.
 
     python -m fedprism.engines.handover FOLDER
 """
@@ -77,10 +78,7 @@ def read_result(folder: Path) -> Result | Failure:
     if failure.exists():
         return Failure(**json.loads(failure.read_text(encoding="utf-8")))
     records = json.loads((folder / "records.json").read_text(encoding="utf-8"))
-    scores = {
-        moment: {split: Score(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}) for split, values in of.items()}
-        for moment, of in records["scores"].items()
-    }
+    scores = {m: {part: structure(values, Score) for part, values in of.items()} for m, of in records["scores"].items()}
     state, upload = load_file(folder / "state.safetensors"), load_file(folder / "upload.safetensors")
     return Result(state, upload, records["samples"], records["logs"], scores)
 

@@ -1,4 +1,5 @@
-"""The reference engine: one client after the other, in this process, on a CPU or a GPU. What it computes defines right."""
+"""The reference engine: one client after the other, in this process, on a CPU or a GPU. What it computes defines
+right."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ ENGINES: Registry[type[InProcess]] = Registry("engine")
 class InProcess:
     """one client after the other in this process, on a CPU or a GPU: the reference"""
 
-    def __init__(self, method: Method, config: Config, info: Info, federation: Federation, device: torch.device) -> None:
+    def __init__(
+        self, method: Method, config: Config, info: Info, federation: Federation, device: torch.device
+    ) -> None:
         self.method, self.config, self.info, self.device = method, config, info, device
         self.clients = federation.clients
         self.slots: dict[Arch, Me] = {}

@@ -76,9 +76,10 @@ class Loop:
         requests = {client: self._request(client, now) for client in told}
         down = {client: size(request.down) for client, request in requests.items()}
 
-        # A client that drops out has trained in vain: its state stays and nothing arrives, so its training is not computed.
+        # A client that drops out has trained in vain: its state stays and nothing arrives, so its training is not
+        # computed.
         dropped = drop_outs(clients, self.info, cohort, round)
-        failed: dict[str, str] = {client: "dropped out after training" for client in dropped}
+        failed: dict[str, str] = dict.fromkeys(dropped, "dropped out after training")
         answers = self.engine.train(round, {c: requests[c] for c in trainers if c not in dropped})
         clock.lap("train")
 
@@ -165,7 +166,9 @@ class Loop:
         mean = self.method.aggregate(self.server, uploads, now)
         if mean.keys() != self.server.keys():
             changed = sorted(mean.keys() ^ self.server.keys())
-            raise FedprismError(f"{self.method.id}.aggregate changed the server's keys: {changed[:3]}; they must stay constant.")
+            raise FedprismError(
+                f"{self.method.id}.aggregate changed the server's keys: {changed[:3]}; they must stay constant."
+            )
         step = self.config.server.lr
         if step == 1.0:
             return mean
@@ -181,7 +184,9 @@ class Loop:
             callback.round(record, snapshot)
 
 
-def make_loop(method: Method, config: Config, info: Info, federation: Federation, engine: Engine, device: torch.device) -> Loop:
+def make_loop(
+    method: Method, config: Config, info: Info, federation: Federation, engine: Engine, device: torch.device
+) -> Loop:
     """A loop at its first state."""
     if info.mixed and not method.mixed:
         raise ConfigError(
@@ -222,7 +227,9 @@ def check_upload(upload: State, declared: Mapping[str, str], server: State) -> F
         return Failure(f"its upload is not what the method declares: {', '.join(odd[:3])} missing or unknown")
     for name, tensor in upload.items():
         if name in server and tensor.shape != server[name].shape:
-            return Failure(f"{name} in its upload has shape {tuple(tensor.shape)}, expected {tuple(server[name].shape)}")
+            return Failure(
+                f"{name} in its upload has shape {tuple(tensor.shape)}, expected {tuple(server[name].shape)}"
+            )
         if not finite(tensor):
             return Failure(f"{name} in its upload is not finite", non_finite=True)
     return None

@@ -23,7 +23,9 @@ def choose_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"run.device is {name!r}; expected auto, cpu, cuda or cuda:INDEX.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"run.device is {name!r}, but PyTorch sees {torch.cuda.device_count()} GPUs; set run.device: cpu.")
+        raise ConfigError(
+            f"run.device is {name!r}, but PyTorch sees {torch.cuda.device_count()} GPUs; set run.device: cpu."
+        )
     return device
 
 

@@ -49,7 +49,9 @@ def _fit(me: Me, each: Pass, now: Now, config: Config) -> int:
             optimizer.zero_grad(set_to_none=True)
             loss = each.loss(me, x, y)
             if loss is None:
-                raise ConfigError(f"the loss of pass {each.name!r} returned nothing; a pass that trains needs a scalar.")
+                raise ConfigError(
+                    f"the loss of pass {each.name!r} returned nothing; a pass that trains needs a scalar."
+                )
             loss.backward()  # type: ignore[no-untyped-call]
             if config.train.clip is not None:
                 nn.utils.clip_grad_norm_(trained, config.train.clip)
@@ -64,7 +66,7 @@ def _fit(me: Me, each: Pass, now: Now, config: Config) -> int:
 def _sweep(me: Me, each: Pass, now: Now, config: Config) -> int:
     me.model.eval()
     split, step = now.local.split(each.data), 0
-    for step, rows in enumerate(torch.arange(len(split), device=now.device).split(SWEEP_BATCH), start=1):
+    for step, rows in enumerate(torch.split(torch.arange(len(split), device=now.device), SWEEP_BATCH), start=1):
         me.draw = keyed_draw(now.device, now.info.seed, "noise", now.round, now.client or "", each.name, step - 1)
         each.loss(me, inputs(split.x[rows], config), split.y[rows])
     return step
@@ -107,7 +109,7 @@ def batches(count: int, size: int, last: str, least: int, order: torch.Generator
     >>> [len(b) for b in batches(10, 4, "drop", 2, torch.Generator())]
     [4, 4]
     """
-    cut = list(torch.randperm(count, generator=order).split(size))
+    cut = list(torch.split(torch.randperm(count, generator=order), size))
     if len(cut) > 1 and len(cut[-1]) < size:
         if last == "drop":
             cut.pop()

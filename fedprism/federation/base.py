@@ -46,8 +46,8 @@ class ClientData:
     classes: int
 
     def to(self, device: str | torch.device) -> ClientData:
-        parts = (self.split(part).to(device) for part in PARTS)
-        return ClientData(self.name, self.domain, *parts, self.classes)
+        train, validation, test = (self.split(part).to(device) for part in PARTS)
+        return ClientData(self.name, self.domain, train, validation, test, self.classes)
 
     def split(self, name: str) -> Split:
         """The part called train, validation or test."""
@@ -89,7 +89,7 @@ class Federation:
             if len(client.train) < 2 or not len(client.test):
                 raise DataError(
                     f"client {name!r} has {len(client.train)} training and {len(client.test)} test images; "
-                    "expected at least 2 and 1. Give it more images, or change data.split."
+                    "expected at least 2 and 1. Give it more images, or change data.split or data.samples."
                 )
         _check(self.public, self.shape, len(self.class_names), "public")
 
@@ -103,9 +103,8 @@ class Federation:
 
     def __repr__(self) -> str:
         shape = "x".join(str(side) for side in self.shape)
-        lines = [
-            f"Federation {self.name!r}, seed {self.seed}: {len(self.clients)} clients, {self.classes} classes, images {shape}"
-        ]
+        size = f"{len(self.clients)} clients, {self.classes} classes, images {shape}"
+        lines = [f"Federation {self.name!r}, seed {self.seed}: {size}"]
         shown = list(self.clients.values())[:SHOWN]
         width = max(len(client.name) for client in shown)
         for client in shown:
@@ -135,10 +134,10 @@ class Federation:
     ) -> Federation:
         """A federation of one's own NumPy arrays or tensors.
 
-        `clients` maps a client's name to `(x, y)`, from which `validation` and `test` are shares, or to
-        `{"train": (x, y), "test": (x, y)}` with `"validation"` if there is one (else `validation` is a share of the training
-        part). Images `x` are uint8 `[n, channels, height, width]`, or `[n, height, width]` in grey; labels `y` are whole
-        numbers from 0.
+        `clients` maps a client's name to `(x, y)`, of which `validation` and `test` are shares, or to
+        `{"train": (x, y), "test": (x, y)}` with `"validation"` if there is one (else `validation` is a share of the
+        training part). Images `x` are uint8 `[n, channels, height, width]`, or `[n, height, width]` in grey; labels `y`
+        are whole numbers from 0.
 
         >>> import numpy as np
         >>> def site(n):
@@ -177,8 +176,9 @@ def _parts(client: str, value: Any) -> dict[str, Split]:
     """What a user gave for a client, as splits; a pair is called 'all'."""
     if isinstance(value, Mapping):
         if not {"train", "test"} <= set(value) <= set(PARTS):
+            given = ", ".join(sorted(map(str, value))) or "none"
             raise DataError(
-                f"client {client!r} has the parts {sorted(map(str, value))}; expected 'train', 'test' and, if there is one, 'validation'."
+                f"client {client!r} has the parts {given}; expected train, test and, if there is one, validation."
             )
         return {part: _as_split(f"client {client!r}, {part}", pair) for part, pair in value.items()}
     return {"all": _as_split(f"client {client!r}", value)}
@@ -209,20 +209,22 @@ def _as_split(what: str, pair: Any) -> Split:
     x, y = (torch.as_tensor(np.ascontiguousarray(a) if isinstance(a, np.ndarray) else a).detach().cpu() for a in pair)
     if x.dtype != torch.uint8:
         raise DataError(
-            f"{what}: images are {x.dtype}; expected uint8, 0 to 255. Images of 0 to 1: `(x * 255).round().astype('uint8')`."
+            f"{what}: images are {x.dtype}; expected uint8, 0 to 255. "
+            "Images of 0 to 1 become so by `(x * 255).round().astype('uint8')`."
         )
     if x.ndim == 3:
         x = x.unsqueeze(1)
     if x.ndim == 4 and x.shape[3] <= 4 < x.shape[1]:
         raise DataError(
-            f"{what}: images are {tuple(x.shape)}, which looks like channels last; expected [n, channels, height, width]: "
-            "`x.transpose(0, 3, 1, 2)`."
+            f"{what}: images are {tuple(x.shape)}, which looks like channels last; "
+            "expected [n, channels, height, width]: `x.transpose(0, 3, 1, 2)`."
         )
     if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
         raise DataError(f"{what}: labels are {y.dtype}; expected whole numbers from 0.")
     if x.ndim != 4 or y.ndim != 1 or len(x) != len(y):
         raise DataError(
-            f"{what}: images are {tuple(x.shape)} and labels {tuple(y.shape)}; expected [n, channels, height, width] and [n]."
+            f"{what}: images are {tuple(x.shape)} and labels {tuple(y.shape)}; "
+            "expected [n, channels, height, width] and [n]."
         )
     return Split(x, y.to(torch.int64))
 
@@ -230,7 +232,10 @@ def _as_split(what: str, pair: Any) -> Split:
 def _check(part: Split, shape: tuple[int, int, int], classes: int, what: str) -> None:
     if part.x.dtype != torch.uint8 or tuple(part.x.shape[1:]) != shape or part.y.shape != part.x.shape[:1]:
         raise DataError(
-            f"{what}: {len(part)} labels and images {part.x.dtype} {tuple(part.x.shape)}; expected uint8 [n, {str(shape)[1:-1]}]."
+            f"{what}: {len(part)} labels and images {part.x.dtype} {tuple(part.x.shape)}; "
+            f"expected as many, uint8 [n, {str(shape)[1:-1]}]."
         )
-    if len(part) and not (0 <= int(part.y.min()) and int(part.y.max()) < classes):
-        raise DataError(f"{what}: labels reach from {int(part.y.min())} to {int(part.y.max())}; expected 0 to {classes - 1}.")
+    if len(part) and (int(part.y.min()) < 0 or int(part.y.max()) >= classes):
+        raise DataError(
+            f"{what}: labels reach from {int(part.y.min())} to {int(part.y.max())}; expected 0 to {classes - 1}."
+        )

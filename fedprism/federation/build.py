@@ -51,14 +51,17 @@ def make_federation(config: DataConfig, seed: int) -> Federation:
     parts = {share.client: _divide(dataset, config, share, seed) for share in shares}
     _refuse_small(dataset, config, partition, pool, parts, seed)
     if config.samples is not None:
-        parts = {client: _cut(client, held, config.samples) for client, held in parts.items()}
+        parts = _cut(parts, config.samples)
 
     def take(indices: Indices) -> Split:
         indices = np.sort(indices)
         return Split(dataset.images[indices], dataset.labels[indices])
 
-    classes = len(dataset.class_names)
-    clients = {s.client: ClientData(s.client, s.domain, *map(take, parts[s.client]), classes) for s in shares}
+    clients = {}
+    for share in shares:
+        train, validation, test = (take(part) for part in parts[share.client])
+        classes = len(dataset.class_names)
+        clients[share.client] = ClientData(share.client, share.domain, train, validation, test, classes)
     used = len(public) + sum(len(part) for held in parts.values() for part in held)
     channels, height, width = dataset.images.shape[1:]
     return Federation(
@@ -90,7 +93,8 @@ def _set_aside(dataset: Dataset, wanted: int, seed: int) -> Indices:
         n = each + (number < more)
         if n > len(own):
             raise DataError(
-                f"data.public is {wanted}, which takes {n} images of domain {domain!r}, but it has {len(own)}; ask for fewer."
+                f"data.public is {wanted}, which takes {n} images of domain {domain!r}, but it has {len(own)}; "
+                "ask for fewer."
             )
         rng = keys.numpy_generator(seed, "public", domain)
         taken.append(stratified(own, dataset.labels.numpy()[own], rng)[:n])
@@ -114,27 +118,34 @@ def _refuse_small(
     dataset: Dataset, config: DataConfig, partition: Partition, pool: Indices, parts: Mapping[str, Parts], seed: int
 ) -> None:
     """Name a client that has too few images, and how many clients would do."""
-    least = dataset.least_train
-    small = next((name for name, held in parts.items() if len(held.train) < least or not len(held.test)), None)
+    small = _too_small(dataset, parts)
     if small is None:
         return
     held, clients = parts[small], len(parts)
     message = (
-        f"with {clients} clients, client {small!r} is left with {len(held.train)} training and {len(held.test)} test images; "
-        f"expected at least {least} and 1."
+        f"with {clients} clients, client {small!r} is left with {len(held.train)} training and {len(held.test)} test "
+        f"images; expected at least {dataset.least_train} and 1."
     )
-    for fewer in range(min(clients - 1, len(pool) // least), 0, -1):
-        dealt = replace(partition, clients=fewer).deal(dataset, pool, seed)
-        rest = [_divide(dataset, config, share, seed) for share in dealt]
-        if not dataset.sites and all(len(held.train) >= least and len(held.test) for held in rest):
+    most = 0 if dataset.sites else min(clients - 1, len(pool) // dataset.least_train)
+    for fewer in range(most, 0, -1):
+        shares = replace(partition, clients=fewer).deal(dataset, pool, seed)
+        if not _too_small(dataset, {share.client: _divide(dataset, config, share, seed) for share in shares}):
             raise DataError(f"{message} At most {fewer} clients are possible with these shares.")
     raise DataError(f"{message} Give it more images, or change data.split or data.public.")
 
 
-def _cut(client: str, parts: Parts, samples: int) -> Parts:
-    """The training part cut to a fixed number; it lies in stratified order, so a stretch of it keeps the classes' shares."""
-    if len(parts.train) < samples:
+def _too_small(dataset: Dataset, parts: Mapping[str, Parts]) -> str | None:
+    """The first client with too few images."""
+    wanting = (name for name, held in parts.items() if len(held.train) < dataset.least_train or not len(held.test))
+    return next(wanting, None)
+
+
+def _cut(parts: Mapping[str, Parts], samples: int) -> dict[str, Parts]:
+    """Training parts of a fixed size; they lie in stratified order, so the first of them keep the classes' shares."""
+    smallest = min(parts, key=lambda client: len(parts[client].train))
+    if len(parts[smallest].train) < samples:
         raise DataError(
-            f"data.samples is {samples}, but client {client!r} has {len(parts.train)} training images; ask for at most that many."
+            f"data.samples is {samples}, but client {smallest!r} has {len(parts[smallest].train)} training images; "
+            "ask for at most that many."
         )
-    return parts._replace(train=parts.train[:samples])
+    return {client: held._replace(train=held.train[:samples]) for client, held in parts.items()}

@@ -1,7 +1,7 @@
 """Partitions: how the images of a dataset are dealt to clients.
 
-A partition is a frozen dataclass: its fields are the settings under `data.partition`, its `deal` does the dealing, and the first line
-of its docstring is what `fedprism list partitions` shows.
+A partition is a frozen dataclass: its fields are the settings under `data.partition`, its `deal` does the dealing, and
+the first line of its docstring is what `fedprism list partitions` shows.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def partition_of(named: Named) -> Partition:
 class Domain(Partition):
     """Every client has one domain; clients of the same domain get equal random shares of it.
 
-    Fewer clients than domains: the first domains. More: client i has domain i modulo the number of domains, and is called
-    `plain-1`, `plain-2` and so on. Where domains are real sites (`folder:PATH`) all take part: the number of clients left
-    at its default means one a site, any other number must be a multiple of the number of sites.
+    Fewer clients than domains: the first domains. More: client i has domain i modulo the number of domains, and is
+    called `plain-1`, `plain-2` and so on. Where domains are real sites (`folder:PATH`) all take part: the number of
+    clients left at its default means one a site, any other number must be a multiple of the number of sites.
     """
 
     clients: int | None = setting(None, "how many; null: one a domain", positive, "1 or more")

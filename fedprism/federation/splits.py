@@ -37,7 +37,8 @@ def check_shares(validation: float, test: float) -> None:
     """Refuse shares that leave nothing to train on."""
     if validation + test >= 1:
         raise ConfigError(
-            f"data.split: validation {validation:g} and test {test:g} leave nothing to train on; expected a sum below 1."
+            f"data.split: validation {validation:g} and test {test:g} leave nothing to train on; "
+            "expected a sum below 1."
         )
 
 
@@ -50,11 +51,18 @@ class Parts(NamedTuple):
 
 
 def split(
-    indices: Indices, labels: Indices, *, validation: float, test: float, own_test: NDArray[np.bool_] | None, rng: np.random.Generator
+    indices: Indices,
+    labels: Indices,
+    *,
+    validation: float,
+    test: float,
+    own_test: NDArray[np.bool_] | None,
+    rng: np.random.Generator,
 ) -> Parts:
     """Divide a client's images; shares are of all of them or, with a test part of its own, of the rest.
 
-    `labels` and `own_test` are those of `indices`. The test part is drawn first, so that it does not depend on the other shares.
+    `labels` and `own_test` are those of `indices`. The test part is drawn first, so that it does not depend on the
+    other shares.
     """
     if own_test is not None:
         held = indices[own_test]

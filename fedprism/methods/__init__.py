@@ -18,7 +18,20 @@ from fedprism.registry import Registry
 
 METHODS: Registry[type[Method]] = Registry("method")
 
-_FILES = ("local", "fedavg", "fedprox", "fedbn", "silobn", "fedper", "fedrep", "lg_fedavg", "ditto", "scaffold", "fedproto", "fedrod")
+_FILES = (
+    "local",
+    "fedavg",
+    "fedprox",
+    "fedbn",
+    "silobn",
+    "fedper",
+    "fedrep",
+    "lg_fedavg",
+    "ditto",
+    "scaffold",
+    "fedproto",
+    "fedrod",
+)
 
 
 def register(cls: type[Method]) -> type[Method]:
@@ -67,11 +80,15 @@ def _from_file(name: str) -> type[Method]:
         except BaseException:
             del sys.modules[key]
             raise
-    classes = {n: c for n, c in vars(module).items() if isinstance(c, type) and issubclass(c, Method) and c.__module__ == key}
+    classes = {
+        n: c for n, c in vars(module).items() if isinstance(c, type) and issubclass(c, Method) and c.__module__ == key
+    }
     if not wanted and len(classes) == 1:
         return next(iter(classes.values()))
     if wanted not in classes:
-        raise ConfigError(f"{path!r} holds the methods {sorted(classes) or 'none'}, not {wanted!r}; write {path}:CLASS.")
+        raise ConfigError(
+            f"{path!r} holds the methods {sorted(classes) or 'none'}, not {wanted!r}; write {path}:CLASS."
+        )
     return _checked(classes[wanted], name)
 
 

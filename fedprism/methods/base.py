@@ -1,16 +1,17 @@
 """What a method is: the hooks that make it differ from FedAvg. Read this file first.
 
-A method is a frozen dataclass: its fields are its hyper-parameters and nothing else lives on `self`. Every hook has FedAvg's
-behaviour as its default, so a method's file holds only what is special about it:
+A method is a frozen dataclass: its fields are its hyper-parameters and nothing else lives on `self`. Every hook has
+FedAvg's behaviour as its default, so a method's file holds only what is special about it:
 
     server                              client (one round)
     ------                              ------------------
     send(server, client)  ----------->  receive, start, passes (each: loss or step, epochs), upload
     aggregate(server, uploads)  <-----------------------------------------------------------+
 
-What crosses is a flat dict `State` (name -> tensor), so that it can be counted, checked, written and sent without a method
-knowing. What a client keeps between rounds is the state dict of the module that `build` makes: its keys never change.
-A loss must not wait for the device (`.item()`, `if tensor`, boolean indexing): then an engine can record it once and replay it.
+What crosses is a flat dict `State` (name -> tensor), so that it can be counted, checked, written and sent without a
+method knowing. What a client keeps between rounds is the state dict of the module that `build` makes: its keys never
+change. A loss must not wait for the device (`.item()`, `if tensor`, boolean indexing): then an engine can record it
+once and replay it.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Info:
 
     @property
     def mixed(self) -> bool:
-        return len({arch for arch in self.archs.values()}) > 1
+        return len(set(self.archs.values())) > 1
 
 
 @dataclass(frozen=True)
@@ -149,8 +150,10 @@ class Me:
             else:
                 self.scratch[name] = {leaf: tensor.detach().clone() for leaf, tensor in value.items()}
 
-    def freeze(self, name: str, module: nn.Module, state: Mapping[str, Tensor] | None = None, training: bool = False) -> None:
-        """Keep a copy of `module` (with `state`, if given) whose parameters do not train; call it as `me.frozen(name)`."""
+    def freeze(
+        self, name: str, module: nn.Module, state: Mapping[str, Tensor] | None = None, training: bool = False
+    ) -> None:
+        """Keep a copy of `module`, with `state` if given, whose parameters do not train; call it as `me[name](x)`."""
         old = self.scratch.get(name)
         if not isinstance(old, nn.Module):
             old = self.scratch[name] = copy.deepcopy(module).requires_grad_(False)
@@ -295,7 +298,9 @@ def average(states: Sequence[State], weights: Sequence[float]) -> State:
     for name, first in states[0].items():
         total = torch.zeros_like(first, dtype=first.dtype if first.is_floating_point() else torch.float64)
         for state, weight in zip(states, weights, strict=True):
-            total.add_(state[name], alpha=weight) if first.is_floating_point() else total.add_(state[name].double() * weight)
+            total.add_(state[name], alpha=weight) if first.is_floating_point() else total.add_(
+                state[name].double() * weight
+            )
         mean[name] = total if first.is_floating_point() else total.round().to(first.dtype)
     return mean
 
@@ -341,5 +346,20 @@ class Tensors(nn.Module):
 
 
 # All that a method's file needs: `from fedprism.methods.base import ...`.
-__all__ = ["Arch", "ClientData", "Draw", "Info", "Kind", "Me", "Method", "Net", "Now", "Parts", "Pass", "State", "Tensors", "Upload"]
+__all__ = [
+    "Arch",
+    "ClientData",
+    "Draw",
+    "Info",
+    "Kind",
+    "Me",
+    "Method",
+    "Net",
+    "Now",
+    "Parts",
+    "Pass",
+    "State",
+    "Tensors",
+    "Upload",
+]
 __all__ += ["average", "keys", "leaves", "load", "setting", "squared_distance"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fedprism.methods import register
-from fedprism.methods.base import Method, Net
+from fedprism.methods.base import Method
 
 
 @register

@@ -13,7 +13,22 @@ from torch.nn.functional import cross_entropy
 from fedprism.config import setting
 from fedprism.errors import ConfigError
 from fedprism.methods import register
-from fedprism.methods.base import Arch, Draw, Info, Kind, Me, Method, Net, Now, Parts, Pass, State, Tensors, Upload, leaves
+from fedprism.methods.base import (
+    Arch,
+    Draw,
+    Info,
+    Kind,
+    Me,
+    Method,
+    Net,
+    Now,
+    Parts,
+    Pass,
+    State,
+    Tensors,
+    Upload,
+    leaves,
+)
 
 UNKNOWN = -1e6  # score of a class that nobody has shown yet
 
@@ -38,7 +53,9 @@ class FedProto(Method):
     def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
         widths = {a.width for a in info.archs.values()}
         if len(widths) > 1:
-            raise ConfigError(f"fedproto compares features, so all bodies need one width, but they have {sorted(widths)}.")
+            raise ConfigError(
+                f"fedproto compares features, so all bodies need one width, but they have {sorted(widths)}."
+            )
         means = {"mean": torch.zeros(info.classes, arch.width), "count": torch.zeros(info.classes)}
         return Parts(net=arch.model(seed), prototypes=Tensors(means))
 
@@ -75,8 +92,8 @@ class FedProto(Method):
         return {"prototypes.mean": mean, "prototypes.count": me["count"]}
 
     def aggregate(self, server: State, uploads: Sequence[Upload], now: Now) -> State:
-        # Weighted by the class's samples (Eq. 6), or plainly over those who have the class. A class that nobody showed this
-        # round keeps its prototype.
+        # Weighted by the class's samples (Eq. 6), or plainly over those who have the class. A class that nobody
+        # showed this round keeps its prototype.
         counts = torch.stack([u.state["prototypes.count"] for u in uploads])
         means = torch.stack([u.state["prototypes.mean"] for u in uploads])
         weights = counts if now.weighting == "samples" else (counts > 0).to(means.dtype)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedprism.config import setting
 from fedprism.methods import register
-from fedprism.methods.base import Me, Method, Net, Now, squared_distance
+from fedprism.methods.base import Me, Method, Now, squared_distance
 
 
 @register

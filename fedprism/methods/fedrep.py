@@ -1,4 +1,5 @@
-"""FedRep (Collins et al., ICML 2021): first the personal head on a frozen body, then the shared body under a frozen head."""
+"""FedRep (Collins et al., ICML 2021): first the personal head on a frozen body, then the shared body under a frozen
+head."""
 
 from __future__ import annotations
 

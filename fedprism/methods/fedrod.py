@@ -24,7 +24,9 @@ class FedRoD(Method):
     group = "two models"
     has_global = True
 
-    gamma: float = setting(1.0, "strength of the balanced softmax: logits + gamma log n_c", lambda v: v >= 0, "0 or more")
+    gamma: float = setting(
+        1.0, "strength of the balanced softmax: logits + gamma log n_c", lambda v: v >= 0, "0 or more"
+    )
 
     def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
         generic = arch.model(seed)
@@ -34,7 +36,8 @@ class FedRoD(Method):
         return leaves.part(model, "generic")
 
     def start(self, me: Me, now: Now) -> None:
-        # gamma log n_c; -inf for a class that the client does not have, whose probability is then zero, as it should be.
+        # gamma log n_c; -inf for a class that the client does not have, whose probability is then zero, as it should
+        # be.
         me.keep("prior", now.local.class_counts().float().pow(self.gamma).log())
 
     def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
+
 from fedprism.config import setting
 from fedprism.methods import register
 from fedprism.methods.base import Method, Net, Now, State, Upload, leaves
@@ -30,8 +31,8 @@ class LGFedAvg(Method):
     def shared(self, model: Net, now: Now) -> Collection[str]:
         return leaves.everything(model) if now.round < self.warmup else leaves.part(model, "head")
 
-    # The averaged body must reach every client once after the warm-up, however late it is sampled: the server remembers who
-    # has trained since then, and sends the whole model to those who have not.
+    # The averaged body must reach every client once after the warm-up, however late it is sampled: the server
+    # remembers who has trained since then, and sends the whole model to those who have not.
     def server(self, model: Net, now: Now) -> State:
         return {**super().server(model, now), "started": torch.zeros(len(now.info.clients), dtype=torch.bool)}
 

@@ -50,7 +50,10 @@ class Scaffold(Method):
         return leaves.part(model, "net")
 
     def server(self, model: Net, now: Now) -> State:
-        return {**super().server(model, now), **{f"c.{n}": torch.zeros_like(p) for n, p in _travelling(model, now).items()}}
+        return {
+            **super().server(model, now),
+            **{f"c.{n}": torch.zeros_like(p) for n, p in _travelling(model, now).items()},
+        }
 
     def send(self, server: State, client: str | None, now: Now) -> State:
         return server
@@ -90,7 +93,8 @@ class Scaffold(Method):
         return {**super().upload(me, now), **{f"c.{n}": t for n, t in me["change"].items()}}
 
     def aggregate(self, server: State, uploads: Sequence[Upload], now: Now) -> State:
-        # c += sum(c_k+ - c_k) / N over all N clients; w moves to the mean of the y_k (lines 16 and 17; lr_g is server.lr).
+        # c += sum(c_k+ - c_k) / N over all N clients; w moves to the mean of the y_k (lines 16 and 17; lr_g is
+        # server.lr).
         change = average([u.state for u in uploads], [1 / len(now.info.clients)] * len(uploads))
         control = {n: t + change[n] for n, t in server.items() if n.startswith("c.")}
         return {**super().aggregate(server, uploads, now), **control}

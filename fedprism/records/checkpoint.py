@@ -14,7 +14,7 @@ import hashlib
 import json
 import struct
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from fedprism.errors import RecordError
 from fedprism.records import atomic
 
 FORMAT = 1
-_SERVER = None  # the server's key beside the clients' names
+_SERVER = ""  # the server's key beside the clients' names, none of which is empty
 
 
 class RecordWarning(UserWarning):
@@ -80,7 +80,7 @@ def deserialise(data: bytes) -> State:
 
 
 def _same(state: State | None, known: State) -> bool:
-    """Is this the same state? Told by identity: states are never changed in place, and comparing content would be slow."""
+    """Is this the same state? Told by identity: states are never changed in place, and comparing content is slow."""
     if state is None or state is known:
         return state is known
     return list(state) == list(known) and all(state[name] is tensor for name, tensor in known.items())
@@ -93,8 +93,8 @@ def _checksum(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def _plain(entry: Entry | None) -> dict[str, Any] | None:
-    return entry and {"file": entry.file, "sha256": entry.sha256, "bytes": entry.bytes}
+def _plain(entry: Entry) -> dict[str, Any]:
+    return {"file": entry.file, "sha256": entry.sha256, "bytes": entry.bytes}
 
 
 def _entry(raw: Mapping[str, Any]) -> Entry:
@@ -132,7 +132,7 @@ class Checkpoints:
         self.folder = folder
         self.files = folder / "files"
         self._sound: set[str] = set()  # checksums that this process has written or verified
-        self._named: dict[str | None, tuple[State, Entry]] = {}  # states whose file is known
+        self._named: dict[str, tuple[State, Entry]] = {}  # states whose file is known
 
     def rounds(self) -> list[int]:
         """The rounds that have a manifest, in order; whether they are sound shows when they are loaded."""
@@ -145,7 +145,7 @@ class Checkpoints:
         server = self._store(_SERVER, snapshot.server)
         clients = {n: None if s is None else self._store(n, s) for n, s in snapshot.clients.items()}
         atomic.sync_folder(self.files)
-        plain = {n: _plain(entry) for n, entry in clients.items()}
+        plain = {n: None if entry is None else _plain(entry) for n, entry in clients.items()}
         body = {"format": FORMAT, "round": snapshot.round, "server": _plain(server), "clients": plain}
         atomic.write_json(self.manifest(snapshot.round), {**body, "checksum": _checksum(body)})
         self._prune(snapshot.round, keep)
@@ -161,28 +161,27 @@ class Checkpoints:
             {n: None if entry is None else self._fetch(n, entry) for n, entry in manifest.clients.items()},
         )
 
-    def newest(self, last: int) -> Snapshot | None:
-        """The newest sound checkpoint of at most round `last`; warns of each one that is passed over."""
-        for round in reversed(self.rounds()):
+    def newest(self, rounds: Sequence[int], last: int) -> Snapshot | None:
+        """The newest sound checkpoint of `rounds` and at most round `last`; warns of each one that is passed over."""
+        for round in reversed(rounds):
             try:
                 if round > last:
                     raise Damaged(f"{self.manifest(round)} is ahead of metrics.jsonl, which ends at round {last}")
                 return self.load(round)
             except Damaged as damage:
-                if not self.manifest(round).exists():  # a run that goes on has pruned it meanwhile
-                    return self.newest(last)
-                warnings.warn(f"{damage}; the checkpoint before round {round} is used.", RecordWarning, stacklevel=2)
+                if self.manifest(round).exists():  # else a run that goes on has pruned it meanwhile
+                    warnings.warn(f"{damage}: the checkpoint before it is used.", RecordWarning, stacklevel=2)
         return None
 
     def forget(self, snapshot: Snapshot) -> None:
         """Let go of states that are no longer current, so that no old state stays in memory."""
-        current: dict[str | None, State | None] = {_SERVER: snapshot.server, **snapshot.clients}
+        current = {_SERVER: snapshot.server, **snapshot.clients}
         self._named = {name: known for name, known in self._named.items() if _same(current.get(name), known[0])}
 
     def manifest(self, round: int) -> Path:
         return self.folder / f"manifest-{round:06d}.json"
 
-    def _store(self, name: str | None, state: State) -> Entry:
+    def _store(self, name: str, state: State) -> Entry:
         known = self._named.get(name)
         if known is not None and _same(state, known[0]):
             return known[1]
@@ -196,7 +195,7 @@ class Checkpoints:
         self._named[name] = (state, entry)
         return entry
 
-    def _fetch(self, name: str | None, entry: Entry) -> State:
+    def _fetch(self, name: str, entry: Entry) -> State:
         path = self.files / entry.file
         data = _read(path)
         if hashlib.sha256(data).hexdigest() != entry.sha256:

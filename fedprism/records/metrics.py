@@ -1,7 +1,7 @@
 """metrics.jsonl and timings.jsonl: one line a round, only ever appended to.
 
 `metrics.jsonl` holds what must be the same bits after a resume; line n is round n - 1. `timings.jsonl` holds the clock.
-A torn last line (the process was killed while writing it) is ignored by readers and cut off before anything is appended.
+A torn last line (the process was killed while writing it) is ignored by readers and cut off before a line is appended.
 """
 
 from __future__ import annotations
@@ -29,16 +29,14 @@ T = TypeVar("T")
 def encode(record: RoundRecord, clients: Sequence[str]) -> bytes:
     """A round as a line of `metrics.jsonl`; the order of its keys does not depend on who finished first."""
     place = {name: i for i, name in enumerate(clients)}
-    logs = {client: dict(sorted(values.items())) for client, values in record.logs.items()}
+    logs = {client: {n: _finite(v) for n, v in sorted(values.items())} for client, values in record.logs.items()}
     entry = {
         "round": record.round,
         "cohort": sorted(record.cohort, key=lambda name: place.get(name, len(place))),
         "failed": ordered(record.failed, clients),
         "down": ordered(record.down, clients),
         "up": ordered(record.up, clients),
-        "logs": {
-            client: {n: _finite(v) for n, v in values.items()} for client, values in ordered(logs, clients).items()
-        },
+        "logs": ordered(logs, clients),
         "scores": {
             moment: {
                 split: {client: [s.correct, s.total, _finite(s.loss)] for client, s in ordered(scores, clients).items()}
@@ -123,8 +121,8 @@ def intact(path: Path) -> tuple[list[dict[str, Any]], str]:
             break  # torn: the last write was cut short
         if entry is None or entry["round"] != number - 1 or not {"cohort", "scores"} <= entry.keys():
             return entries, (
-                f"line {number} of {path} is damaged: expected the record of round {number - 1}. Restore the file from a copy, "
-                f"or delete the line and all after it and run `fedprism resume {path.parent}`."
+                f"line {number} of {path} is damaged: expected the record of round {number - 1}. Restore the file from "
+                f"a copy, or delete that line and all after it and run `fedprism resume {path.parent}`."
             )
         entries.append(entry)
     return entries, ""

@@ -1,7 +1,7 @@
 """Protocols: which figure is reported, computed from the records alone, so that any of them can be chosen afterwards.
 
-A protocol says at which moment the test counts, at which round or rounds, and over what the mean is taken. A client that was
-not tested in a chosen round counts with its latest record before it (see standing.py).
+A protocol says at which moment the test counts, at which round or rounds, and over what the mean is taken. A client
+that was not tested in a chosen round counts with its latest record before it (see standing.py).
 """
 
 from __future__ import annotations
@@ -65,9 +65,7 @@ class Protocol:
             else:
                 raise ConfigError(unknown("part of a protocol", word, ["own", *MOMENTS, "lastK", *_SHORT, *_MEANS]))
             if key in chosen:
-                raise ConfigError(
-                    f"the protocol {text!r} chooses twice: {word!r} after {chosen[key] or 'own'!r}; keep one."
-                )
+                raise ConfigError(f"the protocol {text!r} chooses the {key} twice; keep one.")
             chosen[key] = value
         return cls(**chosen)  # type: ignore[arg-type]
 
@@ -305,7 +303,7 @@ def gain(outcomes: Sequence[Outcome], local: Sequence[Outcome]) -> Gain | None:
     for one, other in pairs:
         if one.accuracy.keys() != other.accuracy.keys():
             raise RecordError(
-                f"{one.label} and {other.label} have different clients ({', '.join(one.accuracy)}; {', '.join(other.accuracy)}): "
+                f"{one.label} has clients {', '.join(one.accuracy)}, {other.label} has {', '.join(other.accuracy)}: "
                 "the gain over training alone needs runs on the same federation."
             )
     differences = [{name: value - other.accuracy[name] for name, value in one.accuracy.items()} for one, other in pairs]

@@ -12,15 +12,18 @@ from fedprism.engines.events import RoundRecord
 from fedprism.records import metrics, recorder, runfile
 
 
-def read_run(path: str | Path) -> RunRecord:
-    """The records of a run: finished, stopped, or going on."""
+def read_run(path: str | Path, expect: Config | None = None) -> RunRecord:
+    """The records of a run: finished, stopped, or going on. With `expect`, one of another configuration is refused."""
     path = Path(path)
     info = runfile.read(path)
+    config = runfile.recorded_config(path, info)
+    if expect is not None:
+        runfile.check_config(path, config, expect, "the one given")
     seconds = metrics.read_seconds(path / recorder.TIMINGS)
     entries = metrics.read_rounds(path / recorder.METRICS)
     return RunRecord(
         path=path,
-        config=runfile.recorded_config(path, info),
+        config=config,
         info=info,
         rounds=tuple(metrics.decode(entry, seconds.get(entry["round"], {})) for entry in entries),
         classes=recorder.read_classes(path),
@@ -72,6 +75,12 @@ class RunRecord:
     @property
     def class_names(self) -> tuple[str, ...]:
         return tuple(self.info.get("classes", ()))
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of an image: channels, height, width."""
+        channels, height, width = self.info["shape"]
+        return channels, height, width
 
     @property
     def parameters(self) -> dict[str, int]:

@@ -1,8 +1,8 @@
 """The callback that writes a run down.
 
-Each round: its line of metrics, then of timings. At a checkpoint: both are forced to disk, then the counts a class, then the
-checkpoint's files and last its manifest. So whatever a manifest stands for is on disk before it, and everything after the
-newest manifest can be cut off and computed again to the same bits.
+Each round: its line of metrics, then of timings. At a checkpoint: both are forced to disk, then the counts a class,
+then the checkpoint's files and last its manifest. So what a manifest stands for is on disk before it, and what comes
+after the newest manifest can be cut off and computed again to the same bits.
 """
 
 from __future__ import annotations
@@ -143,9 +143,8 @@ class Recorder(Callback):
         begun, here = self._info["versions"], runfile.versions()
         changed = [f"{n} {begun.get(n)} then, {here[n]} now" for n in ("fedprism", "torch") if begun.get(n) != here[n]]
         if changed:
-            warnings.warn(
-                f"{self.path} was begun with {'; '.join(changed)}: figures may differ.", RecordWarning, stacklevel=3
-            )
+            message = f"{self.path} was begun with {'; '.join(changed)}: figures may differ in the last digits."
+            warnings.warn(message, RecordWarning, stacklevel=3)
         entry = {"round": self._safe, "at": runfile.now(), "versions": here}
         self._info["resumed"] = [*self._info.get("resumed", []), entry]
 

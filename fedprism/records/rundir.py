@@ -11,6 +11,7 @@ checkpoints/     see checkpoint.py
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from types import TracebackType
 
@@ -18,10 +19,10 @@ from filelock import FileLock, Timeout
 
 from fedprism import config as configuration
 from fedprism.config import Config
-from fedprism.engines.events import Callback, RoundRecord, Snapshot
+from fedprism.engines.events import Callback, Snapshot
 from fedprism.errors import RecordError
 from fedprism.records import atomic, metrics, runfile
-from fedprism.records.checkpoint import Checkpoints, Damaged
+from fedprism.records.checkpoint import Checkpoints, Damaged, RecordWarning
 from fedprism.records.read import RunRecord, read_run
 from fedprism.records.recorder import METRICS, Recorder
 from fedprism.records.standing import Best
@@ -37,35 +38,32 @@ class RunDirectory:
         self.path = path
         self.config = config
         self._lock = lock
+        self._recorder: Recorder | None = None
         self._checkpoints = Checkpoints(path / "checkpoints")
 
     @classmethod
     def create(cls, path: str | Path, config: Config) -> RunDirectory:
         """Make a run directory and take its lock; one that holds anything is left alone."""
         path = Path(path)
-        _refuse_used(path)
         with atomic.reporting(str(path), "Nothing was begun; make room or choose another --out."):
+            _refuse_used(path)
             path.mkdir(parents=True, exist_ok=True)
             lock = _locked(path)
             try:
                 _refuse_used(path)  # another process may have been faster
-                atomic.sweep(path)
-                # run.json first: with it alone the run can be resumed, without it the directory counts as unused.
-                runfile.write(path, runfile.first(config))
-                _write_config(path, config)
-                atomic.sync_folder(path.parent)
+                _write_first(path, config)
             except BaseException:
                 lock.release()
                 raise
         return cls(path, config, lock)
 
     @classmethod
-    def open(cls, path: str | Path, write: bool = False, config: Config | None = None) -> RunDirectory:
-        """Open a run; with `write` to go on with it: takes the lock, and refuses another configuration than it was begun with."""
+    def open(cls, path: str | Path, write: bool = False, expect: Config | None = None) -> RunDirectory:
+        """Open a run to read, or with `write` to go on: that takes the lock and refuses an edited configuration."""
         path = Path(path)
         recorded = runfile.recorded_config(path, runfile.read(path))
-        if config is not None:
-            runfile.check_config(path, recorded, config, "the one given")
+        if expect is not None:
+            runfile.check_config(path, recorded, expect, "the one given")
         if not write:
             return cls(path, recorded)
         with atomic.reporting(str(path), "Nothing was changed; make room there and try again."):
@@ -89,11 +87,13 @@ class RunDirectory:
 
     def latest(self) -> Snapshot | None:
         """The newest sound checkpoint, with a warning for each damaged one passed over; None: begin with round 0."""
+        rounds = self._checkpoints.rounds()  # before the metrics, which are always ahead of it
         entries, damage = metrics.intact(self.path / METRICS)
-        rounds = self._checkpoints.rounds()
         if damage and any(round >= len(entries) for round in rounds):
             raise RecordError(damage)
-        snapshot = self._checkpoints.newest(len(entries) - 1)
+        snapshot = self._checkpoints.newest(rounds, len(entries) - 1)
+        if snapshot is None and self._checkpoints.rounds() != rounds:
+            return self.latest()  # the run goes on, and has replaced them all meanwhile
         # Round 0 has a checkpoint before round 1 is recorded: without one, it has been lost.
         if snapshot is None and (rounds or len(entries) > 1):
             raise RecordError(
@@ -110,7 +110,12 @@ class RunDirectory:
         for entry in record.rounds:
             if rounds and entry.round <= rounds[-1]:  # a better one that was not saved yet is still to come
                 best.see(entry)
-        return self.latest() if best.round is None else self.at(best.round)
+        if best.round is not None:
+            try:
+                return self.at(best.round)
+            except RecordError as error:
+                warnings.warn(f"{error} The newest checkpoint is used instead.", RecordWarning, stacklevel=2)
+        return self.latest()
 
     def at(self, round: int) -> Snapshot:
         """The checkpoint of one round: one of the last two, the best, or one of `run.keep_rounds`."""
@@ -127,13 +132,16 @@ class RunDirectory:
         """The callback that writes the run; its plan says after which checkpoint it goes on."""
         if self._lock is None:
             raise RecordError(f"{self.path} was opened for reading; open it with write=True to record.")
-        return Recorder(self.path, self._checkpoints)
+        self._recorder = Recorder(self.path, self._checkpoints)
+        return self._recorder
 
     def record(self) -> RunRecord:
         return read_run(self.path)
 
     def close(self) -> None:
-        """Let go of the lock."""
+        """Close what is open and let go of the lock."""
+        if self._recorder is not None:
+            self._recorder.close()
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -170,9 +178,22 @@ def _refuse_used(path: Path) -> None:
         raise RecordError(f"{path} is a file; expected a new or empty directory: choose another --out.")
     if any(entry.name != LOCK and not atomic.is_partial(entry) for entry in path.iterdir()):
         raise RecordError(
-            f"{path} exists and is not empty. Choose another --out, go on with the run in it by `fedprism resume {path}`, "
-            "or delete it."
+            f"{path} exists and is not empty. Choose another --out, go on with the run in it by "
+            f"`fedprism resume {path}`, or delete it."
         )
+
+
+def _write_first(path: Path, config: Config) -> None:
+    """run.json first: with it alone the run can be resumed, without it the directory counts as unused."""
+    atomic.sweep(path)
+    try:
+        runfile.write(path, runfile.first(config))
+        _write_config(path, config)
+        atomic.sync_folder(path.parent)
+    except OSError:
+        for name in (CONFIG, runfile.NAME):
+            (path / name).unlink(missing_ok=True)
+        raise
 
 
 def _write_config(path: Path, config: Config) -> None:

@@ -47,6 +47,7 @@ def facts(plan: Plan) -> dict[str, Any]:
         "clients": list(plan.clients),
         "samples": {name: list(counts) for name, counts in plan.samples.items()},
         "classes": list(plan.class_names),
+        "shape": list(plan.shape),
         "parameters": dict(plan.parameters),
     }
 
@@ -114,8 +115,8 @@ def read(path: Path) -> dict[str, Any]:
     if found != FORMAT:
         wrote = info.get("versions", {}).get("fedprism", "unknown")
         raise RecordError(
-            f"{path} has format {found}, written by fedprism {wrote}; this is fedprism {versions()['fedprism']}, which reads "
-            f"format {FORMAT}. Use the version that wrote it, or another --out."
+            f"{path} has format {found}, written by fedprism {wrote}; fedprism {versions()['fedprism']} reads format "
+            f"{FORMAT}. Use the version that wrote it, or another --out."
         )
     return dict(info)
 
@@ -148,11 +149,8 @@ def check_config(path: Path, recorded: Config, given: Config, source: str) -> No
 def check_facts(path: Path, info: Mapping[str, Any], plan: Plan) -> None:
     """Refuse to go on with other data or another model than the run was begun with."""
     given = facts(plan)
-    lines = (
-        _differing(_flat({key: info[key] for key in given if key in info}), _flat(given), "now")
-        if "method" in info
-        else ""
-    )
+    known = {key: info[key] for key in given if key in info}
+    lines = _differing(_flat(known), _flat(given), "now") if known else ""
     if lines:
         raise RecordError(
             f"{path} cannot be resumed, because the data, the model or the method is not what it was:\n{lines}\n"
@@ -166,8 +164,8 @@ def check_names(names: Sequence[str]) -> None:
     for name in names:
         if not name.strip() or name in (".", "..") or any(c in "/\\" or not c.isprintable() for c in name):
             raise RecordError(
-                f"the client name {name!r} cannot be used: expected a name that is not empty, `.` or `..`, without `/`, `\\` or "
-                "control characters. Rename the client."
+                f"the client name {name!r} cannot be used: expected a name that is not empty, `.` or `..`, without "
+                "`/`, `\\` or control characters. Rename the client."
             )
         same = unicodedata.normalize("NFC", name).casefold()
         if same in seen:

@@ -1,8 +1,8 @@
 """Where each client stands: its latest score at one moment and split, and the best round by the mean over clients.
 
-Not every round tests every client (`evaluate.clients: participants`, or the moment `trained` with partial participation). A
-client that was not tested in a round stands where its latest record before it put it. Rounds are compared only at the widest
-coverage: a mean over the few clients that have been tested so far never beats a mean over more of them.
+Not every round tests every client (`evaluate.clients: participants`, or the moment `trained` where only some train).
+A client that was not tested in a round stands where its latest record before it put it. Rounds are compared only at the
+widest coverage: a mean over the few clients that have been tested so far never beats a mean over more of them.
 """
 
 from __future__ import annotations

@@ -1,0 +1,264 @@
+"""`folder:PATH`: a user's own images, a folder a client.
+
+    PATH/<client>/<class>/*.png                  test images are a share of each client's
+    PATH/<client>/{train,test}/<class>/*.png     the test part is given
+
+Options follow the path: `folder:PATH?unreadable=skip,background=white`. A relative PATH starts at `data.root` where
+that is set, else at the current folder. The classes are the union over clients. Hidden files and folders are ignored.
+How an image becomes RGB pixels is said in `pictures.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedprism.config import DataConfig, setting, structure
+from fedprism.data.base import DATASETS, Dataset, check_names
+from fedprism.data.pictures import DAMAGED, SUFFIXES, read_picture, reason
+from fedprism.data.progress import progress
+from fedprism.errors import DataError
+
+TEST_SHARE = 0.2
+NAMED = 5  # of a long list of mistakes, how many are named
+WORKERS = min(8, os.cpu_count() or 1)  # each may hold a large image
+LAYOUT = "expected PATH/<client>/<class>/ with images, or PATH/<client>/train/<class>/ and PATH/<client>/test/<class>/"
+CLUTTER = ("thumbs.db", "desktop.ini")
+
+
+class Item(NamedTuple):
+    """One image file and what its folders say of it."""
+
+    client: str
+    label: str
+    is_test: bool | None
+    path: Path
+
+
+@dataclass(frozen=True)
+class Options:
+    """What may follow the path."""
+
+    unreadable: Literal["refuse", "skip"] = setting("refuse", "what to do about images that cannot be read")
+    background: Literal["black", "white"] = setting("black", "what shows through transparent images")
+
+
+@DATASETS.register("folder")
+def folder(config: DataConfig, seed: int) -> Dataset:
+    """`folder:PATH`: your own images, PATH/<client>/<class>/*.png or PATH/<client>/{train,test}/<class>/*.jpg."""
+    root, options = parse(config.name, config.root)
+    try:
+        items, labels = _listed(root)
+    except OSError as error:
+        raise DataError(f"{error.filename or root} cannot be listed: {error.strerror or error}.") from None
+    _check_content(root, items, labels)
+    images, failed = _read(items, config.image_size, options.background)
+    if failed:
+        _report_unreadable(root, items, failed, options)
+        kept = [i for i in range(len(items)) if i not in failed]
+        items, images = [items[i] for i in kept], images[kept]
+        _check_content(root, items, labels)
+    return _dataset(root, items, images, labels)
+
+
+def parse(name: str, base: str | None = None) -> tuple[Path, Options]:
+    """`folder:PATH?option=value,...` as a path and options."""
+    text = name.partition(":")[2]
+    path, mark, tail = text.rpartition("?")
+    if not mark or "=" not in tail:
+        path, tail = text, ""
+    if not path:
+        raise DataError(f"dataset {name!r} names no folder; write folder:PATH, such as folder:data/sites.")
+    pairs = {key.strip(): value.strip() for key, _, value in (part.partition("=") for part in tail.split(",") if part)}
+    root = Path(base or "").expanduser() / Path(path).expanduser()
+    return root, structure(pairs, Options, f"the options of {name!r}")
+
+
+# --- what lies there -------------------------------------------------------------------------------------------------
+
+
+def _listed(root: Path) -> tuple[list[Item], list[str]]:
+    """All image files in a fixed order, and all class names."""
+    if not root.is_dir():
+        what = "is not a folder" if root.exists() else "does not exist"
+        raise DataError(f"{root} {what}; {LAYOUT}.")
+    clients, _ = _entries(root)
+    if not clients:
+        raise DataError(f"{root} holds no folders; {LAYOUT}.")
+    check_names("client", [client.name for client in clients])
+    _one_layout(root, clients)
+    items: list[Item] = []
+    labels: set[str] = set()
+    ignored: list[Path] = []
+    for client in clients:
+        parts, _ = _entries(client)
+        given = {part.name for part in parts} == {"train", "test"}
+        for part in parts if given else [client]:
+            for label in _entries(part)[0]:
+                labels.add(label.name)
+                pictures, others = _pictures(label)
+                ignored += others
+                items += [
+                    Item(client.name, label.name, part.name == "test" if given else None, path) for path in pictures
+                ]
+    if ignored:
+        names = [path.relative_to(root).as_posix() for path in ignored]
+        kinds = ", ".join(SUFFIXES)
+        warnings.warn(f"{root}: ignored files that are not {kinds}: {_some(names)}.", stacklevel=2)
+    check_names("class", sorted(labels))
+    return items, sorted(labels)
+
+
+def _one_layout(root: Path, clients: Sequence[Path]) -> None:
+    """Refuse clients with and without train/ and test/ side by side, and images outside of class folders."""
+    with_parts: list[str] = []
+    without: list[str] = []
+    for client in clients:
+        folders, files = _entries(client)
+        names = {folder.name for folder in folders}
+        given = {"train", "test"} <= names
+        if given and len(names) > 2:
+            raise DataError(
+                f"{client} holds train/ and test/ and also {_some(sorted(names - {'train', 'test'}))}; move what is to "
+                "be trained on into train/ (a validation part is cut from it), or remove it."
+            )
+        (with_parts if given else without).append(client.name)
+        for level in [files, *(_entries(folder)[1] for folder in folders if given)]:
+            stray = [path for path in level if path.suffix.lower() in SUFFIXES]
+            if stray:
+                raise DataError(
+                    f"{stray[0].parent} holds images outside of a class folder, such as {stray[0].name!r}; {LAYOUT}."
+                )
+    if with_parts and without:
+        raise DataError(
+            f"{root}: some clients have train/ and test/ ({_some(with_parts)}), others not ({_some(without)}); "
+            "use one layout for all."
+        )
+
+
+def _pictures(label: Path) -> tuple[list[Path], list[Path]]:
+    """The image files of a class folder, and the other files."""
+    folders, files = _entries(label)
+    if folders:
+        raise DataError(
+            f"{label} should be a class folder but holds folders ({_some([f.name for f in folders])}); {LAYOUT}."
+        )
+    pictures = [path for path in files if path.suffix.lower() in SUFFIXES]
+    return pictures, [
+        path for path in files if path.suffix.lower() not in SUFFIXES and path.name.lower() not in CLUTTER
+    ]
+
+
+def _entries(path: Path) -> tuple[list[Path], list[Path]]:
+    """Visible folders and files, sorted by name."""
+    visible = sorted(
+        (entry for entry in path.iterdir() if not entry.name.startswith(".")), key=lambda entry: entry.name
+    )
+    return [entry for entry in visible if entry.is_dir()], [entry for entry in visible if not entry.is_dir()]
+
+
+def _check_content(root: Path, items: Sequence[Item], labels: Sequence[str]) -> None:
+    """Every client and every class must have images, in train/ and test/ where these are given."""
+    per_client = Counter((item.client, item.is_test) for item in items)
+    given = any(item.is_test is not None for item in items)
+    for client in _entries(root)[0]:
+        for is_test in (False, True) if given else (None,):
+            if not per_client[client.name, is_test]:
+                where = {None: "", False: "/train", True: "/test"}[is_test]
+                raise DataError(
+                    f"client {client.name!r} has no images in {client}{where}; expected class folders with files that "
+                    f"end in {', '.join(SUFFIXES)}. Add some, or remove the client."
+                )
+    trained = {item.label for item in items if not item.is_test}
+    missing = [label for label in labels if label not in trained]
+    if missing:
+        part = " to train on" if given else ""
+        raise DataError(
+            f"{root}: no client has images{part} of the classes {_some(missing)}; "
+            "add some, or remove the empty folders."
+        )
+    if len(labels) < 2:
+        raise DataError(f"{root} has one class only ({labels[0]!r}); expected two or more class folders a client.")
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def _read(items: Sequence[Item], size: int, background: str) -> tuple[Tensor, dict[int, str]]:
+    """All images, uint8 [n, 3, size, size], and for each that could not be read the reason."""
+    images = torch.zeros(len(items), 3, size, size, dtype=torch.uint8)
+    failed: dict[int, str] = {}
+
+    def read(item: Item) -> NDArray[np.uint8] | str:
+        try:
+            return read_picture(item.path, size, background)
+        except DAMAGED as error:
+            return reason(error)
+
+    with warnings.catch_warnings(), ThreadPoolExecutor(WORKERS) as pool, progress("reading images", len(items)) as step:
+        warnings.simplefilter("ignore")  # Pillow's, on odd but readable files
+        try:
+            for i, result in enumerate(pool.map(read, items)):
+                if isinstance(result, str):
+                    failed[i] = result
+                else:
+                    images[i] = torch.tensor(result)
+                step()
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return images, failed
+
+
+def _report_unreadable(root: Path, items: Sequence[Item], failed: dict[int, str], options: Options) -> None:
+    """Refuse, or warn of what is skipped."""
+    names = [f"{items[i].path.relative_to(root).as_posix()} ({why})" for i, why in failed.items()]
+    message = f"{len(failed)} of {len(items)} images in {root} cannot be read: {_some(names, '; ')}."
+    if options.unreadable == "refuse":
+        raise DataError(f"{message} Repair or remove them, or leave them out with `folder:PATH?unreadable=skip`.")
+    warnings.warn(f"{message} They are left out.", stacklevel=2)
+
+
+def _dataset(root: Path, items: Sequence[Item], images: Tensor, labels: Sequence[str]) -> Dataset:
+    clients = sorted({item.client for item in items})
+    present = {client: {item.label for item in items if item.client == client} for client in clients}
+    lacking = [
+        f"{c!r} lacks {_some([x for x in labels if x not in present[c]])}"
+        for c in clients
+        if len(present[c]) < len(labels)
+    ]
+    if lacking:
+        warnings.warn(
+            f"{root}: clients have different classes; the model gets all {len(labels)}, and {_some(lacking, '; ')}.",
+            stacklevel=2,
+        )
+    label_number = {label: number for number, label in enumerate(labels)}
+    client_number = {client: number for number, client in enumerate(clients)}
+    return Dataset(
+        name=root.resolve().name or "folder",
+        images=images,
+        labels=torch.tensor([label_number[item.label] for item in items]),
+        domains=torch.tensor([client_number[item.client] for item in items]),
+        domain_names=tuple(clients),
+        class_names=tuple(labels),
+        is_test=None if items[0].is_test is None else torch.tensor([bool(item.is_test) for item in items]),
+        test_share=TEST_SHARE,
+        sites=True,
+    )
+
+
+def _some(names: Iterable[str], between: str = ", ") -> str:
+    """The first few of a list, and how many more there are."""
+    names = list(names)
+    rest = f"{between}and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return between.join(names[:NAMED]) + rest

@@ -1,0 +1,277 @@
+"""Tables from records: a row a method; a column a client, the mean, the worst client and the gain over training alone."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from io import StringIO
+from typing import Any
+
+from fedprism.config import plain
+from fedprism.errors import RecordError
+from fedprism.records import Figure, Gain, Outcome, Protocol, RunRecord, gain, outcome, summarise
+from fedprism.report import formats
+from fedprism.report.formats import Entry, Fitting, Grid
+
+MANY = 12  # more clients than this have no columns of their own
+GAIN = "gain"
+LOCAL = "local"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method over its seeds. Figures are shares, 0 to 1."""
+
+    label: str
+    method: str
+    seeds: tuple[int, ...]
+    figures: Mapping[str, Figure]  # column -> figure; what there is none of is left out
+    gains: Mapping[str, Figure]  # client -> gain over training alone; empty where that was not run
+    mark: str = ""  # † diverged, ‡ not at its end
+
+
+@dataclass(frozen=True, repr=False)
+class Table:
+    """What was reached, by whom, under which protocol. `print` it, or write it as Markdown, LaTeX, CSV or HTML."""
+
+    clients: tuple[str, ...]
+    rows: tuple[Row, ...]
+    protocol: Protocol
+    notes: tuple[str, ...]  # the protocol in words comes first
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What a row's figures are called; a client's column has a prefix, so that one may be called `mean`."""
+        return (*(_client(name) for name in self.clients), "mean", "worst", GAIN)
+
+    def best(self, column: str) -> frozenset[str]:
+        """The labels of the rows whose figure is the highest as it is printed; runs that are no whole runs do not compete."""
+        shown = {r.label: round(100 * r.figures[column].mean, 1) for r in self.rows if column in r.figures and not r.mark}
+        return frozenset(label for label, value in shown.items() if value == max(shown.values()) and len(self.rows) > 1)
+
+    def grid(self, clients: bool | None = None, deviations: bool = True) -> Grid:
+        """Texts to print. `clients`: their columns too (None: where they are few); `deviations`: in them as well."""
+        few = len(self.clients) <= MANY
+        with_clients = few if clients is None else clients
+        columns = [c for c in self.columns if with_clients or not c.startswith(_client(""))]
+        best = {column: self.best(column) for column in columns}
+        rows = []
+        for row in self.rows:
+            cells = [Entry(row.label + row.mark)]
+            for column in columns:
+                whole = deviations or not column.startswith(_client(""))
+                cells.append(_entry(row.figures.get(column), column, row.label in best[column], whole))
+            rows.append(tuple(cells))
+        left_out = f"Columns of {len(self.clients)} clients are left out here; the CSV has them."
+        notes = self.notes if with_clients else (*self.notes, left_out)
+        header = ("method", *(column.removeprefix(_client("")) for column in columns))
+        return Grid(header, tuple(rows), notes)
+
+    def __rich__(self) -> Fitting:
+        whole = self.grid()
+        narrow = "The terminal is too narrow for the columns of the clients."
+        without = replace(self.grid(clients=False), notes=(*self.notes, narrow))
+        few = len(self.clients) <= MANY
+        return Fitting((whole, self.grid(deviations=False), without) if few else (whole,))
+
+    def __str__(self) -> str:
+        return formats.text(self.grid())
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return self.html()
+
+    def markdown(self, clients: bool | None = None) -> str:
+        return formats.markdown(self.grid(clients))
+
+    def latex(self, clients: bool | None = None) -> str:
+        return formats.latex(self.grid(clients))
+
+    def html(self, clients: bool | None = None) -> str:
+        return formats.html(self.grid(clients))
+
+    def csv(self) -> str:
+        """Every figure in percent with its deviation over seeds, every client included; the protocol in a column."""
+        out = StringIO()
+        header = [name for column in self.columns for name in (column, f"{column} deviation")]
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(["method", "seeds", "state", *header, "protocol"])
+        for row in self.rows:
+            state = {"": "finished", "†": "diverged", "‡": "unfinished"}[row.mark]
+            numbers = [text for column in self.columns for text in _numbers(row.figures.get(column))]
+            writer.writerow([row.label, " ".join(map(str, row.seeds)), state, *numbers, str(self.protocol)])
+        return out.getvalue()
+
+
+def table(records: Sequence[RunRecord], protocol: Protocol | str | None = None) -> Table:
+    """The table of some runs on one federation; runs that differ in nothing but the seed share a row."""
+    if not records:
+        raise RecordError("there are no runs to make a table of.")
+    if not isinstance(protocol, Protocol):
+        protocol = Protocol.parse(protocol) if protocol else Protocol()
+    groups = _grouped(records)
+    labels = _labels(groups)
+    outcomes: dict[str, list[Outcome]] = {}
+    problems: dict[str, list[str]] = {}
+    errors: list[RecordError] = []
+    for key, group in groups.items():
+        outcomes[key] = []
+        for record in group.values():
+            try:
+                outcomes[key].append(outcome(record, protocol))
+            except RecordError as error:  # one run without a figure must not take the others' table away
+                errors.append(error)
+                problems.setdefault(f"no figure, because {error}", []).append(_name(labels[key], record))
+    reached = [each for group in outcomes.values() for each in group]
+    if not reached:
+        raise errors[0]
+    for key, group in groups.items():
+        for each in outcomes[key]:
+            record = group[each.seed]
+            for note in (*each.notes, *_unfinished(record)):
+                problems.setdefault(note, []).append(_name(labels[key], record))
+    rows = []
+    for key, group in groups.items():
+        try:
+            better = gain(outcomes[key], _alone(key, groups, outcomes))
+        except RecordError as error:
+            better = None
+            problems.setdefault(f"no gain, because {error}", []).append(labels[key])
+        rows.append(_row(labels[key], list(group.values()), outcomes[key], better))
+    clients = tuple(dict.fromkeys(name for record in records for name in record.clients))
+    notes = [protocol.describe(replace(each, notes=()) for each in reached), *_about_figures(rows)]
+    notes += [_about_runs(note, names, len(records)) for note, names in problems.items()]
+    return Table(clients, tuple(rows), protocol, tuple(notes))
+
+
+# --- which runs belong together --------------------------------------------------------------------------------------
+
+
+def _grouped(records: Sequence[RunRecord]) -> dict[str, dict[int, RunRecord]]:
+    """Runs by all of their configuration but the seed and where it ran; then by seed."""
+    groups: dict[str, dict[int, RunRecord]] = {}
+    for record in records:
+        group = groups.setdefault(_key(record, without=("seed", "run")), {})
+        if record.seed in group:
+            raise RecordError(
+                f"{record.path} and {group[record.seed].path} are the same run twice: {record.method} with seed {record.seed}. "
+                "Name one of them."
+            )
+        group[record.seed] = record
+    return groups
+
+
+def _labels(groups: Mapping[str, Mapping[int, RunRecord]]) -> dict[str, str]:
+    """Each group's method and, where a method occurs more than once, the settings that tell its groups apart."""
+    first = {key: next(iter(group.values())) for key, group in groups.items()}
+    flat = {key: _flat(plain(replace(record.config, seed=0))) for key, record in first.items()}
+    labels = {}
+    for key, record in first.items():
+        same = [flat[other] for other, its in first.items() if its.method == record.method]
+        paths = [path for path in flat[key] if not path.startswith("run.") and len({str(f.get(path)) for f in same}) > 1]
+        settings = ", ".join(f"{path.removeprefix('method.')}={flat[key][path]}" for path in paths)
+        labels[key] = f"{record.method} ({settings})" if settings else record.method
+    return labels
+
+
+def _alone(
+    key: str, groups: Mapping[str, Mapping[int, RunRecord]], outcomes: Mapping[str, list[Outcome]]
+) -> list[Outcome]:
+    """The runs of training alone on the same data: under the same configuration, else the only ones there are."""
+    mine = next(iter(groups[key].values()))
+    firsts = {other: next(iter(group.values())) for other, group in groups.items()}
+    local = {k: r for k, r in firsts.items() if r.method == LOCAL and r.config.data == mine.config.data}
+    rest = ("seed", "run", "method")
+    alike = [k for k, record in local.items() if _key(record, rest) == _key(mine, rest)]
+    chosen = alike if alike else list(local)
+    return outcomes[chosen[0]] if len(chosen) == 1 else []
+
+
+def _key(record: RunRecord, without: Sequence[str]) -> str:
+    settings = {name: value for name, value in plain(record.config).items() if name not in without}
+    return json.dumps(settings, sort_keys=True, default=str)
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        return {prefix: value}
+    return {p: v for k, inner in value.items() for p, v in _flat(inner, f"{prefix}.{k}" if prefix else str(k)).items()}
+
+
+# --- rows and what is said under them --------------------------------------------------------------------------------
+
+
+def _row(label: str, records: Sequence[RunRecord], outcomes: Sequence[Outcome], better: Gain | None) -> Row:
+    figures: dict[str, Figure] = {}
+    if outcomes:
+        summary = summarise(outcomes)
+        figures = {_client(name): figure for name, figure in summary.accuracy.items()}
+        figures |= {"mean": summary.mean, "worst": summary.worst}
+    if better is not None:
+        figures[GAIN] = better.mean if records[0].method != LOCAL else Figure(0.0, None)
+    mark = "†" if any(record.diverged for record in records) else "‡" if any(map(_unfinished, records)) else ""
+    seeds = tuple(sorted(each.seed for each in outcomes))
+    return Row(label, records[0].method, seeds, figures, better.clients if better is not None else {}, mark)
+
+
+def _unfinished(record: RunRecord) -> list[str]:
+    """Why this run's figures are not its last word; a diverged one's outcome says so itself."""
+    if record.status in ("finished", "diverged"):
+        return []
+    state = "stopped or still running" if record.status == "running" else record.status
+    return [f"{state} after round {len(record.rounds) - 1} of {record.config.train.rounds}"]
+
+
+def _about_figures(rows: Sequence[Row]) -> list[str]:
+    notes = []
+    if any(len(row.seeds) > 1 for row in rows):
+        seeds = {row.seeds for row in rows if row.seeds}
+        over = "; ".join(f"{row.label}: {_listed(row.seeds)}" for row in rows)
+        which = f"seeds {_listed(min(seeds))}" if len(seeds) == 1 else f"the seeds of each method ({over})"
+        notes.append(f"Mean ± sample standard deviation over {which}.")
+    if any(GAIN in row.figures for row in rows):
+        notes.append("Gain: points of the mean above training alone (local) with the same seeds.")
+    return notes
+
+
+def _about_runs(note: str, names: Sequence[str], runs: int) -> str:
+    who = "All runs" if len(names) == runs > 1 else ", ".join(names)
+    return f"{who}: {note}" + ("" if note.endswith(".") else ".")
+
+
+def _name(label: str, record: RunRecord) -> str:
+    mark = "†" if record.diverged else "‡" if _unfinished(record) else ""
+    return f"{mark}{label}, seed {record.seed}"
+
+
+def _client(name: str) -> str:
+    return f"client:{name}"
+
+
+def _entry(figure: Figure | None, column: str, best: bool, deviation: bool) -> Entry:
+    if figure is None:
+        return Entry("–")
+    is_gain = column == GAIN
+    shown = _signed(figure.mean) if is_gain else f"{100 * figure.mean:.1f}"
+    if deviation and figure.deviation is not None:
+        shown += f" ± {100 * figure.deviation:.1f}"
+    points = round(100 * figure.mean, 1)
+    return Entry(shown, best, points > 0 if is_gain and points else None)
+
+
+def _signed(share: float) -> str:
+    points = round(100 * share, 1) + 0.0  # no negative zero
+    return f"{points:+.1f}".replace("-", "−") if points else "0.0"
+
+
+def _numbers(figure: Figure | None) -> tuple[str, str]:
+    if figure is None:
+        return "", ""
+    return f"{100 * figure.mean:.4f}", "" if figure.deviation is None else f"{100 * figure.deviation:.4f}"
+
+
+def _listed(values: Sequence[int]) -> str:
+    return ", ".join(map(str, values))

@@ -1,0 +1,131 @@
+"""A toy run for the tests of records: rounds whose scores depend on every bit of the states before them.
+
+It stands in for the round loop, so that a directory can be written, killed and resumed in milliseconds. Half of the
+clients take part in a round, the order of a state's names matters, and every kind of tensor that a state may hold occurs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedprism import keys
+from fedprism.config import Config, RunConfig, TrainConfig
+from fedprism.engines.events import Callback, Plan, RoundRecord, Score, Snapshot, State, Status
+from fedprism.records import RunDirectory
+
+CLIENTS = ("north", "east", "Süd", "far west")
+CLASSES = ("a", "b", "c")
+ROUNDS = 7
+
+
+def toy_config(rounds: int = ROUNDS, seed: int = 0, **run: Any) -> Config:
+    return Config(seed=seed, train=TrainConfig(rounds=rounds), run=RunConfig(**{"checkpoint_every": 3, **run}))
+
+
+def toy_plan(config: Config, first: int = 0) -> Plan:
+    return Plan(
+        config=config,
+        method="toy",
+        clients=CLIENTS,
+        samples={name: (20, 10, 30) for name in CLIENTS},
+        class_names=CLASSES,
+        parameters=dict.fromkeys(CLIENTS, 9),
+        rounds=config.train.rounds,
+        first_round=first,
+        shape=(3, 16, 16),
+    )
+
+
+def toy_state(seed: int, name: str) -> State:
+    draw = keys.generator(seed, "first", name)
+    return {
+        "weight": torch.rand(3, 4, generator=draw),
+        "bias": torch.rand(5, generator=draw),
+        "steps": torch.tensor(0),
+        "flags": torch.tensor([True, False]),
+        "alpha": torch.rand((), generator=draw),
+    }
+
+
+def moved(state: State, round: int, name: str) -> State:
+    """A next state that depends on every bit of the last, and on the order of its names."""
+    total = torch.zeros(())
+    for tensor in state.values():  # single precision: another order is another sum
+        total = total + tensor.float().sum() * 1.1
+    draw = keys.generator(round, "move", name)
+    weight = torch.rand(3, 4, generator=draw) + torch.sin(total)
+    return {**state, "weight": weight, "bias": weight.view(-1)[:5], "steps": state["steps"] + 1}
+
+
+def toy_score(state: State, split: str, name: str, round: int) -> Score:
+    counts = torch.randint(0, 10, (3,), generator=keys.generator("score", split, str(state["weight"].tolist())))
+    right = tuple(counts.tolist())
+    return Score(sum(right), 30, float(state["weight"].sum()), right, (10, 10, 10), (10, 10, 10))
+
+
+def toy_rounds(config: Config, callbacks: list[Callback], start: Snapshot | None, until: int | None = None) -> Status:
+    """What the round loop does, in small. `until` ends as if somebody had interrupted it."""
+    if start is None:
+        server, states = toy_state(config.seed, "server"), dict.fromkeys(CLIENTS)
+    else:
+        server, states = start.server, dict(start.clients)
+    first = 0 if start is None else start.round + 1
+    for callback in callbacks:
+        callback.begin(toy_plan(config, first))
+    status: Status = "interrupted"
+    for round in range(first, config.train.rounds + 1):
+        if until is not None and round > until:
+            break
+        cohort = [name for i, name in enumerate(CLIENTS) if (i + round) % 2] if round else []
+        for name in cohort:
+            states[name] = moved(states[name] or toy_state(config.seed, name), round, name)
+        server = moved(server, round, "server") if round else server
+        known = {name: state or server for name, state in states.items()}
+        scores = {
+            "received": {s: {n: toy_score(known[n], s, n, round) for n in CLIENTS} for s in ("validation", "test")},
+            "trained": {s: {n: toy_score(known[n], s, n, round) for n in cohort} for s in ("validation", "test")},
+        }
+        logs = {name: {"loss": float(known[name]["alpha"]), "nan": float("nan")} for name in reversed(cohort)}
+        size = {name: 100 + round for name in reversed(cohort)}
+        record = RoundRecord(round, tuple(cohort), {}, size, size, logs, scores, {"train": 0.25, "total": 0.5})
+        for callback in callbacks:
+            callback.round(record, Snapshot(round, dict(server), dict(states)))
+    else:
+        status = "finished"
+    for callback in callbacks:
+        callback.end(status)
+    return status
+
+
+def toy_run(path: Path, config: Config | None = None, until: int | None = None) -> Path:
+    """Begin a run, or go on with it."""
+    config = config or toy_config()
+    begun = (path / "run.json").exists()
+    with RunDirectory.open(path, write=True) if begun else RunDirectory.create(path, config) as directory:
+        toy_rounds(config, [directory.recorder()], directory.latest(), until)
+    return path
+
+
+def results(path: Path) -> dict[str, bytes]:
+    """What must be the same bits however often a run was killed."""
+    return {name: (path / name).read_bytes() for name in ("metrics.jsonl", "classes.json", "config.yaml")}
+
+
+def checkpoints(path: Path) -> list[int]:
+    return sorted(int(p.stem[-6:]) for p in (path / "checkpoints").glob("manifest-*.json"))
+
+
+def damage(path: Path, how: Callable[[bytes], bytes]) -> None:
+    path.write_bytes(how(path.read_bytes()))
+
+
+def test_a_toy_run_is_the_same_twice_and_depends_on_its_seed(tmp_path: Path) -> None:
+    first, second = (results(toy_run(tmp_path / name)) for name in ("first", "second"))
+    assert first == second
+    other = results(toy_run(tmp_path / "other", replace(toy_config(), seed=1)))
+    assert other["metrics.jsonl"] != first["metrics.jsonl"]
