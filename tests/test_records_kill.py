@@ -124,11 +124,19 @@ def run_driver(work: Path, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize(("how", "points", "twice"), [("steps", 100, 3), ("operations", 0, 5)])
+@pytest.mark.parametrize(
+    ("how", "points", "twice"),
+    [
+        ("steps", 45, 3),
+        ("operations", 45, 3),
+        pytest.param("steps", 1500, 2, marks=pytest.mark.slow),
+        pytest.param("operations", 0, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_killed_anywhere_and_resumed_is_the_run_never_killed(tmp_path: Path, how: str, points: int, twice: int) -> None:
     done = run_driver(tmp_path, how, str(points), str(twice))
-    assert done["kills"] >= done["moments"] >= 90
-    assert set(done["left"]) >= {-1, 0, 1, 2, 3, 4, 5, 6, 7, 8}  # before there was a run, to after its last round
+    assert done["kills"] >= done["moments"] >= 45
+    assert set(done["left"]) >= {-1, 0, 1, 4, 8}  # from before there was a run to after its last round
 
 
 def test_killed_from_outside(tmp_path: Path) -> None:

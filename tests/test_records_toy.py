@@ -16,7 +16,7 @@ import torch
 from fedprism import keys
 from fedprism.config import Config, RunConfig, TrainConfig
 from fedprism.engines.events import Callback, Plan, RoundRecord, Score, Snapshot, State, Status
-from fedprism.records import RunDirectory
+from fedprism.records import RunDirectory, run_status
 
 CLIENTS = ("north", "east", "Süd", "far west")
 CLASSES = ("a", "b", "c")
@@ -104,10 +104,10 @@ def toy_rounds(config: Config, callbacks: list[Callback], start: Snapshot | None
 
 def toy_run(path: Path, config: Config | None = None, until: int | None = None) -> Path:
     """Begin a run, or go on with it."""
-    config = config or toy_config()
-    begun = (path / "run.json").exists()
-    with RunDirectory.open(path, write=True) if begun else RunDirectory.create(path, config) as directory:
-        toy_rounds(config, [directory.recorder()], directory.latest(), until)
+    begun = run_status(path) is not None
+    opened = RunDirectory.open(path, write=True) if begun else RunDirectory.create(path, config or toy_config())
+    with opened as directory:
+        toy_rounds(directory.config, [directory.recorder()], directory.latest(), until)
     return path
 
 

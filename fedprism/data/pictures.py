@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
-FORMATS = ("PNG", "JPEG", "MPO", "BMP", "WEBP", "TIFF")  # by content; MPO is what some cameras write as .jpg
+FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "TIFF")  # told by content, whatever the suffix says
 MAX_PIXELS = 80_000_000
 
 # What Pillow's readers raise on damaged files, beside OSError.

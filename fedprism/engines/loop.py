@@ -20,6 +20,7 @@ from fedprism.engines.events import Callback, Plan, RoundRecord, Score, Snapshot
 from fedprism.engines.inprocess import Engine, Request
 from fedprism.errors import ConfigError, FedprismError
 from fedprism.federation import Federation
+from fedprism.methods import METHODS
 from fedprism.methods.base import Info, Method, Now, State, Upload
 from fedprism.models import Arch
 
@@ -189,9 +190,10 @@ def make_loop(
 ) -> Loop:
     """A loop at its first state."""
     if info.mixed and not method.mixed:
+        able = ", ".join(name for name, cls in METHODS.items() if cls().mixed)
         raise ConfigError(
             f"{method.id} averages weights, so all clients need one architecture, but model.per_client gives "
-            f"{len(set(info.archs.values()))}. Set one model.name, or choose a method for different architectures."
+            f"{len(set(info.archs.values()))}. Set one model.name, or choose a method that allows it: {able}."
         )
     models = {arch: method.build(arch, None, info, info.seed) for arch in dict.fromkeys(info.archs.values())}
     server = method.server(models[info.arch], make_now(method, config, info, models[info.arch], 0))

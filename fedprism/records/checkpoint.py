@@ -140,7 +140,7 @@ class Checkpoints:
         return sorted(int(name) for name in names if name.isdecimal())
 
     def save(self, snapshot: Snapshot, keep: Collection[int]) -> None:
-        """Write a checkpoint, then delete all but the last two and those of the rounds in `keep`."""
+        """Write a checkpoint, then `prune`."""
         self.files.mkdir(parents=True, exist_ok=True)
         server = self._store(_SERVER, snapshot.server)
         clients = {n: None if s is None else self._store(n, s) for n, s in snapshot.clients.items()}
@@ -148,7 +148,7 @@ class Checkpoints:
         plain = {n: None if entry is None else _plain(entry) for n, entry in clients.items()}
         body = {"format": FORMAT, "round": snapshot.round, "server": _plain(server), "clients": plain}
         atomic.write_json(self.manifest(snapshot.round), {**body, "checksum": _checksum(body)})
-        self._prune(snapshot.round, keep)
+        self.prune(snapshot.round, keep)
 
     def load(self, round: int) -> Snapshot:
         """The checkpoint of one round, every checksum verified, or `Damaged`."""
@@ -205,7 +205,8 @@ class Checkpoints:
         self._named[name] = (state, entry)
         return state
 
-    def _prune(self, now: int, keep: Collection[int]) -> None:
+    def prune(self, now: int, keep: Collection[int]) -> None:
+        """Delete all but the last two up to round `now`, which is on disk, and those of the rounds in `keep`."""
         # After a fall-back there may be manifests of later rounds: damaged, and about to be made again.
         sound: dict[int, Manifest] = {}
         for round in self.rounds():

@@ -116,6 +116,8 @@ class Recorder(Callback):
             if self._ready:
                 self._save()
                 with self._writing(runfile.NAME):
+                    if self._safe >= 0:  # whoever was killed after the last checkpoint had not done it
+                        self._checkpoints.prune(self._safe, self._keep())
                     runfile.write(self.path, {**self._info, "status": status, "ended": runfile.now()})
         finally:
             self.close()
@@ -149,7 +151,7 @@ class Recorder(Callback):
         self._info["resumed"] = [*self._info.get("resumed", []), entry]
 
     def _save(self) -> None:
-        snapshot, run = self._unsaved, self._plan.config.run
+        snapshot = self._unsaved
         if snapshot is None:
             return
         with self._writing(METRICS):
@@ -159,9 +161,13 @@ class Recorder(Callback):
             with self._writing(CLASSES):  # without validation images there is no best round: the last stands for it
                 atomic.write_json(self.path / CLASSES, {"best": self._counts["last"], **self._counts})
         with self._writing(f"the checkpoint of round {snapshot.round}"):
-            best = set() if self._best.round is None else {self._best.round}
-            self._checkpoints.save(snapshot, keep={*run.keep_rounds, *best})
+            self._checkpoints.save(snapshot, self._keep())
         self._safe, self._unsaved = snapshot.round, None
+
+    def _keep(self) -> set[int]:
+        """The rounds whose checkpoints stay, beside the last two."""
+        best = set() if self._best.round is None else {self._best.round}
+        return {*self._plan.config.run.keep_rounds, *best}
 
     @contextmanager
     def _writing(self, what: str) -> Iterator[None]:

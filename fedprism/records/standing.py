@@ -7,8 +7,10 @@ widest coverage: a mean over the few clients that have been tested so far never 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from math import fsum
 
 from fedprism.engines.events import RoundRecord, Score
@@ -42,6 +44,15 @@ class Standing:
     def images(self) -> dict[str, int]:
         return {name: score.total for name, score in self.latest.items() if score.total}
 
+    def exact_mean(self, by: str) -> Fraction:
+        """The mean accuracy over `clients` or `samples` without rounding, so that ties are ties."""
+        if by == "samples":
+            return Fraction(sum(s.correct for s in self.latest.values()), sum(self.images().values()))
+        correct: Counter[int] = Counter()  # by size of the client: few fractions to add, however many clients
+        for score in self.latest.values():
+            correct[score.total] += score.correct
+        return sum((Fraction(c, n) for n, c in correct.items() if n), Fraction(0)) / len(self.images())
+
 
 class Best:
     """The best round so far; the earliest of equals. `round` is None until a round with images was seen."""
@@ -50,14 +61,13 @@ class Best:
         self.round: int | None = None
         self._standing = Standing(moment, split)
         self._by = by
-        self._rank = (0, -1.0)
+        self._rank = (0, Fraction(0))
 
     def see(self, record: RoundRecord) -> bool:
         """Take in a round; True if it is the new best."""
-        accuracy = self._standing.accuracy() if self._standing.see(record) else {}
-        if not accuracy:
+        if not self._standing.see(record) or not self._standing.images():
             return False
-        rank = (len(accuracy), mean(accuracy, self._standing.images() if self._by == "samples" else None))
+        rank = (len(self._standing.images()), self._standing.exact_mean(self._by))
         if rank <= self._rank:
             return False
         self.round, self._rank = record.round, rank

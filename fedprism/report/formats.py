@@ -144,7 +144,8 @@ def html(grid: Grid) -> str:
         cells = [f'<th scope="row">{escape(row[0].text)}</th>']
         for entry in row[1:]:
             kind = {True: ' class="up"', False: ' class="down"', None: ""}[entry.good]
-            shown = escape(entry.text)
+            value, plus_minus, deviation = escape(entry.text).partition(" ± ")
+            shown = f"{value} <small>± {deviation}</small>" if plus_minus else value
             cells.append(f"<td{kind}>{f'<strong>{shown}</strong>' if entry.best else shown}</td>")
         lines.append(f"<tr>{''.join(cells)}</tr>")
     lines.append("</tbody></table></div>")

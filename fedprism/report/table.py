@@ -147,6 +147,13 @@ def table(records: Sequence[RunRecord], protocol: Protocol | str | None = None) 
     return Table(clients, tuple(rows), protocol, tuple(notes))
 
 
+def grouped(records: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
+    """The runs of each row of the table, by the row's label."""
+    groups = _grouped(records)
+    labels = _labels(groups)
+    return {labels[key]: list(group.values()) for key, group in groups.items()}
+
+
 # --- which runs belong together --------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,277 @@
+"""One self-contained page about some runs: table, curves, gains, pictures, traffic, configuration. Nothing is loaded from outside."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from html import escape
+from io import BytesIO
+from pathlib import Path
+from statistics import fmean, median
+
+import numpy as np
+from PIL import Image
+
+from fedprism import config as configuration
+from fedprism.errors import FedprismError
+from fedprism.federation import ClientData, Federation, make_federation
+from fedprism.records import Protocol, RunRecord, atomic
+from fedprism.report import figures
+from fedprism.report.table import GAIN, LOCAL, Table, grouped, table
+
+_SHOWN = 12  # clients whose images are shown
+_IMAGES = 10  # of each of them
+_LARGEST = 64  # pixels a side of an image on the page
+
+
+def write_page(
+    path: str | Path,
+    records: Sequence[RunRecord],
+    protocol: Protocol | str | None = None,
+    federation: Federation | None = None,
+) -> Path:
+    """Write the page, whole or not at all."""
+    path = Path(path)
+    with atomic.reporting(str(path), "The runs are safe; make room and use `fedprism show --html` on them."):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic.write(path, page(records, protocol, federation).encode())
+    return path
+
+
+def page(
+    records: Sequence[RunRecord], protocol: Protocol | str | None = None, federation: Federation | None = None
+) -> str:
+    """The page as HTML. `federation` spares making it again, for the pictures."""
+    result = table(records, protocol)
+    first = records[0]
+    title = f"{first.config.data.name}, {len(result.clients)} clients"
+    sections = [
+        ("Result", _result(result)),
+        ("Accuracy over rounds", _curves(records, result.protocol)),
+        ("Gain of each client over training alone", _gains(result)),
+        ("What each client sees", _pictures(first, federation)),
+        ("Traffic and time", _traffic(records)),
+        ("What was run", _settings(records)),
+    ]
+    body = "\n".join(f"<section>\n<h2>{escape(name)}</h2>\n{inner}\n</section>" for name, inner in sections if inner)
+    return _PAGE.format(
+        title=escape(title), lead=escape(_lead(result)), body=body, style=_style(), version=escape(_version(first))
+    )
+
+
+# --- sections --------------------------------------------------------------------------------------------------------
+
+
+def _lead(result: Table) -> str:
+    """The result in a sentence."""
+    whole = [row for row in result.rows if "mean" in row.figures and not row.mark]
+    if len(whole) < 2:
+        return "One method, every client."
+    top = max(whole, key=lambda row: row.figures["mean"].mean)
+    words = f"{top.label} has the best mean: {100 * top.figures['mean'].mean:.1f} %"
+    if top.method == LOCAL:
+        return f"{words}. Nothing gained over training alone here."
+    if GAIN not in top.figures:
+        return f"{words}."
+    better = sum(gain.mean > 0 for gain in top.gains.values())
+    points = f"{100 * top.figures[GAIN].mean:.1f} points above training alone"
+    return f"{words}, {points}; {better} of {len(top.gains)} clients gain."
+
+
+def _result(result: Table) -> str:
+    return result.html()
+
+
+def _curves(records: Sequence[RunRecord], protocol: Protocol) -> str:
+    if not figures.available():
+        return '<p>Figures need matplotlib: <code>pip install "fedprism[report]"</code>, then make this page again.</p>'
+    seeds = max(len(group) for group in grouped(records).values())
+    over = {"clients": "mean over clients", "samples": "mean over all test images"}[protocol.mean]
+    moment = protocol.moment or "at each method’s own moment"
+    band = "; the band is one standard deviation over seeds" if seeds > 1 else ""
+    note = f"Test accuracy, {over}, {moment}{band}. The number behind a name is that of the last round."
+    return f'<figure>{figures.curves_svg(records, protocol)}</figure>\n<p class="note">{escape(note)}</p>'
+
+
+def _gains(result: Table) -> str:
+    drawn = figures.gains_svg(result) if figures.available() else ""
+    if not drawn:
+        return ""
+    note = "Points above (blue) or below (orange) what the client reaches alone, under the protocol of the table."
+    return f'<figure>{drawn}</figure>\n<p class="note">{escape(note)}</p>'
+
+
+def _pictures(record: RunRecord, federation: Federation | None) -> str:
+    try:
+        federation = federation or make_federation(record.config.data, record.seed)
+    except (FedprismError, OSError) as error:
+        return f"<p>The images cannot be shown: {escape(str(error))}</p>"
+    rows = []
+    for client in list(federation.clients.values())[:_SHOWN]:
+        counts = ", ".join(f"{len(client.split(part))} {part}" for part in ("train", "validation", "test"))
+        rows.append(
+            f'<div class="client"><div><b>{escape(client.name)}</b><br><small>{counts}</small></div>'
+            f'<img alt="images of {escape(client.name)}" src="data:image/png;base64,{_strip(client)}"></div>'
+        )
+    more = len(federation.clients) - _SHOWN
+    if more > 0:
+        rows.append(f'<p class="note">and {more} more clients</p>')
+    return "\n".join(rows)
+
+
+def _strip(client: ClientData) -> str:
+    """Training images side by side, one class after the other, as a PNG in base64."""
+    labels = client.train.y.numpy()
+    nth = np.zeros(len(labels), dtype=int)  # first, second, … image of its class
+    for label in np.unique(labels):
+        nth[labels == label] = np.arange((labels == label).sum())
+    chosen = np.lexsort((labels, nth))[:_IMAGES]
+    pixels = client.train.x.numpy()[chosen]  # [n, channels, height, width]
+    pixels = pixels if pixels.shape[1] == 3 else np.repeat(pixels[:, :1], 3, axis=1)
+    tiles = [Image.fromarray(np.ascontiguousarray(tile.transpose(1, 2, 0))) for tile in pixels]
+    for tile in tiles:
+        tile.thumbnail((_LARGEST, _LARGEST))
+    zoom = max(1, _LARGEST // (2 * max(tiles[0].size)))
+    wide, tall = tiles[0].width * zoom, tiles[0].height * zoom
+    gap = max(1, wide // 12)
+    strip = Image.new("RGBA", ((wide + gap) * len(tiles) - gap, tall))
+    for place, tile in enumerate(tiles):
+        strip.paste(tile.resize((wide, tall), Image.Resampling.NEAREST), (place * (wide + gap), 0))
+    out = BytesIO()
+    strip.save(out, "PNG", optimize=True)
+    return base64.b64encode(out.getvalue()).decode()
+
+
+def _traffic(records: Sequence[RunRecord]) -> str:
+    """Bytes a client and round, and the time of a round."""
+    rows = []
+    for label, group in grouped(records).items():
+        down = [size for record in group for each in record.rounds for size in each.down.values()]
+        up = [size for record in group for each in record.rounds for size in each.up.values()]
+        seconds = [s for record in group for each in record.rounds[1:] if (s := each.seconds.get("total")) is not None]
+        rows.append((label, fmean(down or [0]), fmean(up or [0]), (sum(down) + sum(up)) / len(group), seconds))
+    longest = max(max(down, up) for _, down, up, _, _ in rows) or 1
+    lines = ['<div class="wide"><table class="traffic">']
+    head = ("method", "to a client, a round", "from a client, a round", "all clients, whole run", "seconds a round")
+    lines.append("<thead><tr>" + "".join(f'<th scope="col">{name}</th>' for name in head) + "</tr></thead><tbody>")
+    for label, down, up, total, seconds in rows:
+        time = f"{median(seconds):.2f}" if seconds else "–"
+        bars = "".join(f"<td>{_bar(size / longest)}{amount(size)}</td>" for size in (down, up))
+        lines.append(f'<tr><th scope="row">{escape(label)}</th>{bars}<td>{amount(total)}</td><td>{time}</td></tr>')
+    lines.append("</tbody></table></div>")
+    return "\n".join(lines)
+
+
+def _bar(share: float) -> str:
+    return f'<span class="bar" style="width:{60 * share:.1f}%"></span> ' if share else ""
+
+
+def _settings(records: Sequence[RunRecord]) -> str:
+    first = records[0]
+    machine, versions = first.info.get("machine", {}), first.info.get("versions", {})
+    parameters = sorted(set(first.parameters.values()))
+    model = first.config.model.name if first.config.model.per_client is None else "one a client"
+    facts = {
+        "methods": ", ".join(grouped(records)),
+        "seeds": ", ".join(str(seed) for seed in sorted({record.seed for record in records})),
+        "data": f"{first.config.data.name}, {len(first.clients)} clients, {len(first.class_names)} classes",
+        "model": f"{model}, " + " or ".join(f"{count:,}" for count in parameters) + " parameters a client",
+        "rounds": f"{first.config.train.rounds}, {first.config.train.epochs} local epochs, batch {first.config.train.batch}",
+        "versions": ", ".join(f"{name} {value}" for name, value in versions.items()),
+        "machine": ", ".join(f"{name}: {value}" for name, value in machine.items() if value is not None),
+        "begun, ended": f"{first.info.get('started')}, {max(str(r.info.get('ended') or '–') for r in records)}",
+    }
+    items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
+    configs = []
+    for label, group in grouped(records).items():
+        text = escape(configuration.dump(group[0].config))
+        note = f" (seed {group[0].seed}; the others differ in nothing else)" if len(group) > 1 else ""
+        configs.append(f"<details><summary>configuration of {escape(label)}{note}</summary><pre>{text}</pre></details>")
+    return f"<dl>{items}</dl>\n" + "\n".join(configs)
+
+
+def amount(size: float) -> str:
+    """Bytes for people.
+
+    >>> amount(0), amount(999), amount(1_234_567)
+    ('0 B', '999 B', '1.2 MB')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    raise AssertionError
+
+
+def _version(record: RunRecord) -> str:
+    return f"fedprism {record.info.get('versions', {}).get('fedprism', '')}".strip()
+
+
+# --- looks -----------------------------------------------------------------------------------------------------------
+
+
+def _style() -> str:
+    variables = {}
+    for theme, (place, series) in {"light": (0, figures.LIGHT), "dark": (1, figures.DARK)}.items():
+        roles = {f"--{role}": pair[place] for role, pair in figures.INKS.items()}
+        roles |= {f"--series-{i}": colour for i, colour in enumerate(series)}
+        variables[theme] = "; ".join(f"{name}: {value}" for name, value in roles.items())
+    return _CSS.replace("LIGHT", variables["light"]).replace("DARK", variables["dark"])
+
+
+_CSS = """
+:root { color-scheme: light dark; --paper: #ffffff; --tint: #f4f6f8; LIGHT }
+@media (prefers-color-scheme: dark) { :root { --paper: #15191e; --tint: #1e242b; DARK } }
+body { background: var(--paper); color: var(--ink); margin: 0;
+  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }
+main { max-width: 64rem; margin: 0 auto; padding: 2rem 1.25rem 4rem; }
+h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 .4rem; }
+h2 { font-size: 1.15rem; margin: 2.6rem 0 .6rem; }
+.lead { font-size: 1.1rem; margin: 0; color: var(--muted); }
+.note { color: var(--muted); font-size: .88rem; margin: .35rem 0; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; width: 100%; }
+th, td { padding: .42rem .5rem; text-align: right; white-space: nowrap; }
+th:first-child { text-align: left; padding-left: 0; }
+thead th { border-bottom: 2px solid var(--grid); font-weight: 600; color: var(--muted); font-size: .9rem; }
+tbody th { font-weight: 500; } td small { color: var(--muted); font-size: .8em; } td.up small, td.down small { color: inherit; }
+tbody tr + tr > * { border-top: 1px solid var(--grid); }
+tbody tr:hover > * { background: var(--tint); }
+.up { color: var(--series-2); } .down { color: var(--series-1); }
+.traffic td { min-width: 7rem; }
+.traffic td:nth-child(2), .traffic td:nth-child(3) { text-align: left; }
+.traffic th:nth-child(2), .traffic th:nth-child(3) { text-align: left; }
+.bar { display: inline-block; height: .7em; background: var(--series-0); border-radius: 2px; vertical-align: baseline; }
+figure { margin: 0; } svg { width: 100%; height: auto; display: block; overflow: visible; }
+svg text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }
+.client { display: flex; align-items: center; gap: 1rem; margin: .45rem 0; }
+.client > div { flex: 0 0 16rem; line-height: 1.25; } .client small { color: var(--muted); }
+.client img { max-width: 100%; min-width: 0; height: 3rem; image-rendering: pixelated; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .3rem 1.2rem; margin: 0 0 1rem; }
+dt { color: var(--muted); } dd { margin: 0; overflow-wrap: anywhere; }
+details { border-top: 1px solid var(--grid); padding: .4rem 0; } summary { cursor: pointer; }
+pre { background: var(--tint); padding: .8rem 1rem; overflow-x: auto; font-size: .82rem; border-radius: 6px; }
+footer { margin-top: 3rem; color: var(--muted); font-size: .85rem; }
+@media (max-width: 40rem) { .client { display: block; } dl { grid-template-columns: 1fr; } dt { margin-top: .4rem; } }
+"""
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title} · fedprism</title>
+<style>{style}</style>
+</head>
+<body>
+<main>
+<header>
+<h1>{title}</h1>
+<p class="lead">{lead}</p>
+</header>
+{body}
+<footer>Made by {version} from the records of these runs.</footer>
+</main>
+</body>
+</html>
+"""

@@ -1,0 +1,372 @@
+"""The round loop: who takes part, who fails, what is counted, when a run ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from fedprism.config import Config, structure
+from fedprism.engines.client import Failure, Result, make_info
+from fedprism.engines.inprocess import InProcess
+from fedprism.engines.loop import check_upload, draw_cohort, drop_outs
+from fedprism.errors import ConfigError, FedprismError
+from fedprism.federation import Federation, federation
+from fedprism.methods.base import Me, Method, Net, Now, Pass, State
+from fedprism.methods.ditto import Ditto
+from fedprism.methods.fedavg import FedAvg
+from fedprism.methods.fedbn import FedBN
+from fedprism.methods.fedproto import FedProto
+from fedprism.methods.fedprox import FedProx
+from fedprism.methods.local import Local
+from tests.helpers import CPU, Collect, loop_for, same
+
+
+@pytest.fixture(scope="module")
+def three() -> Federation:
+    return federation("digits-skew", clients=3, seed=0, samples=24)
+
+
+def config(**sections: Any) -> Config:
+    return structure({"train": {"rounds": 2}, "model": {"name": "mlp"}, **sections}, Config)
+
+
+def run(method: Method, settings: Config, data: Federation) -> tuple[Any, Collect, str]:
+    seen = Collect()
+    loop = loop_for(method, settings, data)
+    return loop, seen, loop.run([seen])
+
+
+# --- who takes part --------------------------------------------------------------------------------------------------
+
+
+def info_of(count: int) -> Any:
+    names = [f"c{i:03d}" for i in range(count)]
+    return make_info(config(), names, 10, (3, 16, 16))
+
+
+@pytest.mark.parametrize(("share", "expected"), [(1.0, 50), (0.5, 25), (0.05, 3), (0.001, 1)])
+def test_a_share_of_the_clients_takes_part_and_never_nobody(share: float, expected: int) -> None:
+    clients = config(clients={"participation": share}).clients
+    cohorts = [draw_cohort(clients, info_of(50), round) for round in range(8)]
+    assert {len(cohort) for cohort in cohorts} == {expected}
+    assert all(list(cohort) == sorted(cohort) and len(set(cohort)) == expected for cohort in cohorts)
+    assert expected == 50 or len(set(cohorts)) > 1, "every round draws anew"
+
+
+def test_a_range_draws_the_share_anew_each_round() -> None:
+    clients = config(clients={"participation": [0.1, 1.0]}).clients
+    sizes = [len(draw_cohort(clients, info_of(100), round)) for round in range(400)]
+    assert min(sizes) >= 10
+    assert max(sizes) <= 100
+    assert abs(sum(sizes) / len(sizes) - 55) < 5
+    assert min(sizes) < 20
+    assert max(sizes) > 90
+
+
+def test_drop_outs_follow_their_probability() -> None:
+    clients, info = config(clients={"dropout": 0.3}).clients, info_of(1000)
+    lost = drop_outs(clients, info, info.clients, 0)
+    assert 240 < len(lost) < 360
+    assert lost != drop_outs(clients, info, info.clients, 1)
+
+
+def test_everybody_drops_out_and_the_old_state_is_kept(three: Federation) -> None:
+    loop, seen, status = run(FedAvg(), config(clients={"dropout": 1.0}), three)
+    assert status == "finished"
+    assert all(state is None for state in loop.states.values())
+    assert all(same(seen.snapshots[0].server, s.server) for s in seen.snapshots)
+    assert seen.records[1].failed == dict.fromkeys(three.names, "dropped out after training")
+    assert set(seen.records[1].down) == set(three.names), "what was sent was sent"
+    assert seen.records[1].up == {}
+
+
+def test_absent_clients_keep_their_very_state(three: Federation) -> None:
+    _, seen, _ = run(FedBN(), config(train={"rounds": 4}, clients={"participation": 0.34}), three)
+    for before, after, record in zip(seen.snapshots, seen.snapshots[1:], seen.records[1:], strict=False):
+        assert len(record.cohort) == 1
+        for client in three.names:
+            assert (before.clients[client] is after.clients[client]) == (client not in record.cohort)
+
+
+# --- who is told, who trains -----------------------------------------------------------------------------------------
+
+
+def test_broadcast_to_all_reaches_those_who_do_not_train(three: Federation) -> None:
+    settings = config(clients={"participation": 0.34, "broadcast": "all"})
+    loop, seen, _ = run(FedAvg(), settings, three)
+    assert set(seen.records[1].down) == set(three.names)
+    assert set(seen.records[1].up) == set(seen.records[1].cohort)
+    idle = next(c for c in three.names if c not in seen.records[2].cohort)
+    # The last thing it was sent is the server's state after the first round.
+    assert same(loop.states[idle], seen.snapshots[1].server)
+
+
+def test_all_train_but_only_the_cohort_is_averaged(three: Federation) -> None:
+    settings = config(train={"rounds": 1}, clients={"participation": 0.34, "train": "all"})
+    loop, seen, _ = run(FedAvg(), settings, three)
+    (alone,) = seen.records[1].cohort
+    assert all(state is not None for state in loop.states.values())
+    assert set(seen.records[1].up) == {alone}
+    assert same(loop.server, loop.states[alone])
+
+
+# --- what is counted and recorded ------------------------------------------------------------------------------------
+
+
+def test_bytes_are_those_of_the_state_as_sent(three: Federation) -> None:
+    _, seen, _ = run(FedAvg(), config(), three)
+    # mlp: 768-128-64-10 with biases, four bytes a number.
+    size = 4 * (768 * 128 + 128 + 128 * 64 + 64 + 64 * 10 + 10)
+    assert set(seen.records[1].up.values()) == set(seen.records[1].down.values()) == {size}
+    assert seen.records[0].up == seen.records[0].down == {}
+    _, quiet, _ = run(Local(), config(), three)
+    assert set(quiet.records[1].up.values()) == {0}
+
+
+def test_rounds_make_one_record_more_than_rounds(three: Federation) -> None:
+    _, seen, _ = run(FedAvg(), config(train={"rounds": 5}, evaluate={"every": 2}), three)
+    assert [record.round for record in seen.records] == [0, 1, 2, 3, 4, 5]
+    assert [bool(record.scores) for record in seen.records] == [True, False, True, False, True, True]
+    assert set(seen.records[0].scores) == {"received"}
+    assert set(seen.records[2].scores) == {"received", "trained"}
+
+
+def test_scores_are_counts_of_the_clients_own_images(three: Federation) -> None:
+    _, seen, _ = run(FedAvg(), config(evaluate={"train_loss": True}), three)
+    scores = seen.records[-1].scores["received"]
+    assert set(scores) == {"train", "validation", "test"}
+    for name, data in three.clients.items():
+        value = scores["test"][name]
+        assert value.total == len(data.test) == sum(value.actual) == sum(value.predicted)
+        assert value.correct == sum(value.right)
+        assert value.actual == tuple(torch.bincount(data.test.y, minlength=10).tolist())
+
+
+def test_evaluating_participants_alone(three: Federation) -> None:
+    settings = config(clients={"participation": 0.34}, evaluate={"clients": "participants"})
+    _, seen, _ = run(FedAvg(), settings, three)
+    for record in seen.records[1:]:
+        assert set(record.scores["received"]["test"]) == set(record.cohort)
+
+
+def test_global_moment_where_there_is_a_global_model(three: Federation) -> None:
+    settings = config(evaluate={"moments": ["received", "global"]})
+    _, seen, _ = run(FedAvg(), settings, three)
+    assert seen.records[-1].scores["global"] == seen.records[-1].scores["received"]
+    _, ditto, _ = run(Ditto(), settings, three)
+    assert ditto.records[-1].scores["global"] == seen.records[-1].scores["global"], "Ditto's common model is FedAvg's"
+    _, personal, _ = run(FedBN(), settings, three)
+    assert "global" not in personal.records[-1].scores
+
+
+@dataclass(frozen=True)
+class Tuned(Method):
+    """FedAvg that is fine-tuned before the test."""
+
+    def adapt(self, me: Me, now: Now) -> list[Pass]:
+        return [Pass(self.loss, "tune", epochs=3)]
+
+
+def test_adapted_is_tested_on_a_copy_that_is_thrown_away(three: Federation) -> None:
+    settings = config(evaluate={"moments": ["received", "adapted"]})
+    loop, seen, _ = run(Tuned(), settings, three)
+    plain, _, _ = run(FedAvg(), settings, three)
+    scores = seen.records[-1].scores
+    assert scores["adapted"] != scores["received"]
+    assert same(loop.server, plain.server)
+    assert all(same(loop.states[c], plain.states[c]) for c in three.names)
+
+
+def test_server_learning_rate_goes_half_way(three: Federation) -> None:
+    whole, _, _ = run(FedAvg(), config(train={"rounds": 1}), three)
+    half, seen, _ = run(FedAvg(), config(train={"rounds": 1}, server={"lr": 0.5}), three)
+    for name, first in seen.snapshots[0].server.items():
+        torch.testing.assert_close(half.server[name], first + 0.5 * (whole.server[name] - first))
+
+
+# --- what fails ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Poisoned(Method):
+    """FedAvg in which the named clients send something else."""
+
+    who: tuple[str, ...] = ()
+    how: str = "nan"
+
+    def upload(self, me: Me, now: Now) -> State:
+        state = super().upload(me, now)
+        if now.client not in self.who:
+            return state
+        name = next(iter(state))
+        changed = {"nan": state[name] * float("nan"), "shape": state[name][:1], "inf": state[name] + float("inf")}
+        if self.how == "missing":
+            return {n: t for n, t in state.items() if n != name}
+        return {**state, name: changed[self.how]}
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("nan", "not finite"), ("inf", "not finite"), ("shape", "shape"), ("missing", "missing or unknown")],
+)
+def test_a_bad_upload_is_refused_and_the_others_go_on(three: Federation, how: str, words: str) -> None:
+    loop, seen, status = run(Poisoned(who=("tinted",), how=how), config(), three)
+    assert status == "finished"
+    for record in seen.records[1:]:
+        assert list(record.failed) == ["tinted"]
+        assert words in record.failed["tinted"]
+        assert "body.fc1.weight" in record.failed["tinted"]
+        assert set(record.up) == {"plain", "textured"}
+    assert loop.states["tinted"] is None, "its state stays as it was before the round"
+    assert loop.states["plain"] is not None
+
+
+def test_all_uploads_non_finite_is_diverged(three: Federation) -> None:
+    loop, seen, status = run(Poisoned(who=three.names), config(train={"rounds": 9}), three)
+    assert status == seen.status == "diverged"
+    assert [record.round for record in seen.records] == [0, 1]
+    assert same(loop.server, seen.snapshots[0].server)
+
+
+def test_a_learning_rate_that_explodes_is_diverged(three: Federation) -> None:
+    settings = config(train={"rounds": 9, "optimizer": {"lr": 1e30}})
+    for method in (FedAvg(), Local()):
+        loop, seen, status = run(method, settings, three)
+        assert status == "diverged"
+        assert "not finite" in seen.records[-1].failed["plain"]
+        assert all(t.isfinite().all() for t in loop.server.values())
+
+
+def test_check_upload_by_hand() -> None:
+    server = {"w": torch.zeros(2)}
+    declared = {"w": "weights", "n": "scalar"}
+    good = {"w": torch.ones(2), "n": torch.tensor(3)}
+    assert check_upload(good, declared, server) is None
+    refused = check_upload({**good, "n": torch.tensor(float("inf"))}, declared, server)
+    assert refused == Failure("n in its upload is not finite", non_finite=True)
+    refused = check_upload({"w": torch.ones(2)}, declared, server)
+    assert refused is not None
+    assert not refused.non_finite
+
+
+@dataclass(frozen=True)
+class Growing(Method):
+    def aggregate(self, server: State, uploads: Any, now: Now) -> State:
+        return {**super().aggregate(server, uploads, now), f"extra{now.round}": torch.zeros(1)}
+
+
+def test_a_server_whose_keys_change_is_a_mistake_of_the_method(three: Federation) -> None:
+    with pytest.raises(FedprismError, match="changed the server's keys"):
+        run(Growing(), config(), three)
+
+
+def test_different_architectures_need_a_method_that_allows_them(three: Federation) -> None:
+    mixed = config(model={"per_client": ["mlp", "lenet-bn"]})
+    with pytest.raises(ConfigError, match=r"2\. Set one model\.name, or choose .*: local, fedproto"):
+        run(FedAvg(), mixed, three)
+    for method in (Local(), FedProto()):
+        loop, _, status = run(method, mixed, three)
+        assert status == "finished"
+        assert loop.states["plain"].keys() != loop.states["tinted"].keys()
+
+
+def test_an_interrupt_tells_the_callbacks(three: Federation) -> None:
+    class Stop(Collect):
+        def round(self, record: Any, snapshot: Any) -> None:
+            super().round(record, snapshot)
+            if record.round == 1:
+                raise KeyboardInterrupt
+
+    seen = Stop()
+    with pytest.raises(KeyboardInterrupt):
+        loop_for(FedAvg(), config(train={"rounds": 5}), three).run([seen])
+    assert seen.status == "interrupted"
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+def test_the_learning_rate_follows_its_schedule(three: Federation) -> None:
+    """With a rate that falls to a tiny value after the first round, the second round hardly moves."""
+    schedule = {"name": "step", "every": 1, "gamma": 1e-6}
+    _, seen, _ = run(FedAvg(), config(train={"rounds": 2, "schedule": schedule}), three)
+    moves = [
+        sum(float((b.server[n] - a.server[n]).abs().sum()) for n in a.server)
+        for a, b in zip(seen.snapshots, seen.snapshots[1:], strict=False)
+    ]
+    assert moves[1] < 1e-4 * moves[0]
+
+
+def test_clipping_bounds_the_step(three: Federation) -> None:
+    """One step of plain SGD with a gradient of norm at most c moves the weights by at most lr c."""
+    one = {"rounds": 1, "batch": 1000, "clip": 0.01, "optimizer": {"lr": 1.0, "momentum": 0.0}}
+    loop, _, _ = run(Local(), config(train=one), three)
+    first = loop_for(FedAvg(), config(), three).server
+    moved = sum(float((loop.states["plain"][n] - first[n]).square().sum()) for n in first) ** 0.5
+    assert moved == pytest.approx(0.01, rel=1e-3)
+
+
+def test_unknown_schedule_and_its_settings() -> None:
+    from fedprism.engines.passes import learning_rate
+
+    with pytest.raises(ConfigError, match="Did you mean 'cosine'"):
+        learning_rate(config(train={"schedule": "cosin"}).train, 0)
+    with pytest.raises(ConfigError, match="gama"):
+        learning_rate(config(train={"schedule": {"name": "step", "gama": 1}}).train, 0)
+    train = config(train={"rounds": 4, "schedule": "cosine", "optimizer": {"lr": 2.0}}).train
+    assert [round(learning_rate(train, r), 4) for r in range(4)] == [2.0, 1.7071, 1.0, 0.2929]
+    halved = config(
+        train={"rounds": 4, "schedule": {"name": "exponential", "gamma": 0.5}, "optimizer": {"lr": 1.0}}
+    ).train
+    assert [learning_rate(halved, r) for r in range(5)] == [1.0, 0.5, 0.25, 0.125, 0.125]
+
+
+@dataclass(frozen=True)
+class Noisy(Method):
+    """FedAvg with input noise in training and in prediction."""
+
+    def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
+        noise = me.draw("input", *x.shape)
+        me.log("noise", noise)
+        return cross_entropy(me.model(x + 0.1 * noise), y)
+
+    def predict(self, model: Net, x: Tensor, draw: Any) -> Tensor:
+        return model(x + draw("input", *x.shape))
+
+
+def test_noise_is_keyed_and_so_the_same_in_any_order(three: Federation) -> None:
+    class Backwards(InProcess):
+        def _each(self, work: Any, round: int, requests: Any) -> Any:
+            return super()._each(work, round, dict(reversed(requests.items())))
+
+    settings = config()
+    info = make_info(settings, three.names, three.classes, three.shape)
+    loop, seen, _ = run(Noisy(), settings, three)
+    other = loop_for(Noisy(), settings, three, Backwards(Noisy(), settings, info, three, CPU))
+    seen_other = Collect()
+    other.run([seen_other])
+    assert same(loop.server, other.server)
+    assert [replace(r, seconds={}) for r in seen.records] == [replace(r, seconds={}) for r in seen_other.records]
+    assert 0.49 < seen.records[1].logs["plain"]["noise"] < 0.51
+    assert seen.records[1].logs["plain"]["noise"] != seen.records[2].logs["plain"]["noise"]
+
+
+def test_logs_hold_the_mean_loss_and_what_a_method_logs(three: Federation) -> None:
+    _, seen, _ = run(FedProx(mu=1.0), config(train={"rounds": 8}), three)
+    losses = [record.logs["plain"]["loss/train"] for record in seen.records[1:]]
+    assert losses[-1] < losses[0]
+    assert all(record.logs["plain"]["pull"] >= 0 for record in seen.records[1:])
+
+
+def test_result_holds_the_number_of_training_samples(three: Federation) -> None:
+    settings = config()
+    info = make_info(settings, three.names, three.classes, three.shape)
+    loop = loop_for(FedAvg(), settings, three)
+    engine = InProcess(FedAvg(), settings, info, three, CPU)
+    answers = engine.train(0, {c: loop._request(c, loop.now(0)) for c in three.names})
+    assert all(isinstance(a, Result) and a.samples == 24 for a in answers.values())
