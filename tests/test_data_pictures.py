@@ -138,16 +138,14 @@ def test_a_large_jpeg_is_read_in_short_and_looks_the_same(tmp_path: Path) -> Non
     assert np.abs(read_picture(path, 16).astype(int) - expected).max() <= 3
 
 
-@pytest.mark.parametrize("side", [9000, 20000, 2**31 - 1])
-def test_huge_images_are_refused_before_they_are_decoded(tmp_path: Path, side: int) -> None:
-    path = png_header(tmp_path / "a.png", side, side)
-    with pytest.warns() if side == 9000 else pytest.raises(DAMAGED) as seen:  # noqa: PT012
-        if side == 9000:
-            with pytest.raises(DAMAGED) as seen:
-                read_picture(path, 8)
-        else:
-            read_picture(path, 8)
-    assert "80,000,000 pixels" in reason(seen.value) or "80,000,000 are read" in reason(seen.value)
+@pytest.mark.parametrize(
+    ("side", "why"),
+    [(9000, "at most 80,000,000 are read"), (20000, "more than the 80,000,000"), (2**31 - 1, "more than")],
+)
+def test_huge_images_are_refused_before_they_are_decoded(tmp_path: Path, side: int, why: str) -> None:
+    with pytest.raises(DAMAGED) as seen:
+        read_picture(png_header(tmp_path / "a.png", side, side), 8)
+    assert why in reason(seen.value)
 
 
 def test_of_several_frames_the_first_counts(tmp_path: Path) -> None:
@@ -162,6 +160,7 @@ def test_a_wrong_suffix_does_not_matter(tmp_path: Path) -> None:
     assert only_colour(read_picture(tmp_path / "a.png", 8)) == RED
 
 
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF")
 @pytest.mark.parametrize("suffix", ["png", "jpg", "bmp", "webp", "tif"])
 def test_damaged_files_raise_what_is_caught(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"a.{suffix}"

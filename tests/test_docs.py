@@ -87,7 +87,10 @@ def flow(value: Any) -> str:
 
 def values(f: dataclasses.Field[Any], kind: Any) -> str:
     """What may stand there: the range if there is one, else the choices or the type."""
-    return str(f.metadata.get("expected") or words(kind))
+    expected = f.metadata.get("expected")
+    if not expected:
+        return words(kind)
+    return f"{expected}, or `null`" if type(None) in typing.get_args(kind) else str(expected)
 
 
 def words(kind: Any) -> str:
@@ -96,7 +99,7 @@ def words(kind: Any) -> str:
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return " or ".join(words(option) for option in typing.get_args(kind))
     if typing.get_origin(kind) is tuple:
-        return f"a list of {words(typing.get_args(kind)[0])}"
+        return f"a list of {words(typing.get_args(kind)[0])}".replace("number", "numbers")
     plain_words = {str: "text", int: "whole number", float: "number", bool: "`true`, `false`", type(None): "`null`"}
     return plain_words.get(kind, "a name, or a mapping with `name`" if kind is Named else "see below")
 

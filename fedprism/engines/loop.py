@@ -144,6 +144,7 @@ class Loop:
             clients=self.info.clients,
             samples=parts,
             class_names=self.federation.class_names,
+            shape=self.federation.shape,
             parameters={n: sizes[self.info.archs[n]] for n in self.info.clients},
             rounds=self.config.train.rounds,
             first_round=first,

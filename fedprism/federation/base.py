@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedprism import keys
-from fedprism.config import DataConfig, Named, plain, structure
+from fedprism.config import DataConfig, structure
 from fedprism.data import check_names
 from fedprism.errors import DataError, unknown
 from fedprism.federation.splits import check_shares, split
@@ -153,23 +153,24 @@ class Federation:
         every = [part for parts in given.values() for part in parts.values()]
         if not every:
             raise DataError("Federation.from_arrays was given no clients; expected {'name': (x, y), ...}.")
-        highest = max((int(part.y.max()) for part in every if len(part)), default=0)
-        names = tuple(class_names or (str(label) for label in range(highest + 1)))
         channels, height, width = every[0].x.shape[1:]
-        made = {}
-        for client, parts in given.items():
-            parts = _completed(parts, validation, test, seed, client)
-            domain = (domains or {}).get(client, client)
-            made[client] = ClientData(client, domain, parts["train"], parts["validation"], parts["test"], len(names))
         data = {
             "name": f"arrays:{name}",
-            "partition": plain(Named("domain", {"clients": len(made)})),
+            "partition": {"name": "domain", "clients": len(given)},
             "split": {"validation": validation, "test": test},
             "image_size": height,
             "normalize": normalize,
         }
-        empty = Split(every[0].x[:0], every[0].y[:0])
-        return cls(name, made, names, (channels, height, width), seed, structure(data, DataConfig, "data"), empty)
+        config = structure(data, DataConfig, "data")
+        highest = max((int(part.y.max()) for part in every if len(part)), default=0)
+        names = tuple(class_names or (str(label) for label in range(highest + 1)))
+        made = {}
+        for client, parts in given.items():
+            whole = _completed(parts, validation, test, keys.numpy_generator(seed, "split", client))
+            domain = (domains or {}).get(client, client)
+            made[client] = ClientData(client, domain, whole["train"], whole["validation"], whole["test"], len(names))
+        empty = Split(every[0].x[:0].clone(), every[0].y[:0].clone())
+        return cls(name, made, names, (channels, height, width), seed, config, empty)
 
 
 def _parts(client: str, value: Any) -> dict[str, Split]:
@@ -184,29 +185,28 @@ def _parts(client: str, value: Any) -> dict[str, Split]:
     return {"all": _as_split(f"client {client!r}", value)}
 
 
-def _completed(parts: dict[str, Split], validation: float, test: float, seed: int, client: str) -> dict[str, Split]:
-    """The three parts, with what was not given cut from what was."""
-    if "validation" in parts:
-        return parts
-    source = parts.get("all") or parts["train"]
-    share = 0.0 if "test" in parts else test
-    cut = split(
-        np.arange(len(source)),
-        source.y.numpy(),
-        validation=validation,
-        test=share,
-        own_test=None,
-        rng=keys.numpy_generator(seed, "split", client),
-    )
-    taken = {part: Split(source.x[np.sort(where)], source.y[np.sort(where)]) for part, where in cut._asdict().items()}
-    return taken | {part: given for part, given in parts.items() if part == "test"}
+def _completed(parts: dict[str, Split], validation: float, test: float, rng: np.random.Generator) -> dict[str, Split]:
+    """The three parts, with what was not given cut from what was; nothing is shared with the caller's arrays."""
+    whole = {
+        part: Split(given.x.clone(), given.y.clone()) for part, given in parts.items() if part in ("validation", "test")
+    }
+    source = parts["all"] if "all" in parts else parts["train"]
+    shares = {part: 0.0 if part in parts else share for part, share in (("validation", validation), ("test", test))}
+    cut = split(np.arange(len(source)), source.y.numpy(), **shares, own_test=None, rng=rng)
+    return {p: Split(source.x[np.sort(i)], source.y[np.sort(i)]) for p, i in cut._asdict().items()} | whole
 
 
 def _as_split(what: str, pair: Any) -> Split:
     """(x, y) of NumPy arrays, tensors or lists as a checked `Split`."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise DataError(f"{what}: expected a pair (x, y) of images and labels, not {type(pair).__name__}.")
-    x, y = (torch.as_tensor(np.ascontiguousarray(a) if isinstance(a, np.ndarray) else a).detach().cpu() for a in pair)
+    try:
+        x, y = (
+            torch.as_tensor(np.require(a, requirements=("C", "W")) if isinstance(a, np.ndarray) else a).cpu()
+            for a in pair
+        )
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"{what}: images and labels must be arrays of numbers ({error}).") from None
     if x.dtype != torch.uint8:
         raise DataError(
             f"{what}: images are {x.dtype}; expected uint8, 0 to 255. "

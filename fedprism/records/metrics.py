@@ -107,7 +107,7 @@ def read_rounds(path: Path) -> list[dict[str, Any]]:
 
 def read_seconds(path: Path) -> dict[int, dict[str, float]]:
     """Round -> seconds by what they were spent on. Timings are no results: a line that cannot be read is left out."""
-    entries = [_parse(line) for line in _bytes(path).splitlines()]
+    entries = [_parse(line) for line in _bytes(path).splitlines(keepends=True)]
     return {entry["round"]: entry.get("seconds", {}) for entry in entries if entry is not None}
 
 
@@ -116,7 +116,7 @@ def intact(path: Path) -> tuple[list[dict[str, Any]], str]:
     lines = _bytes(path).splitlines(keepends=True)
     entries: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
-        entry = _parse(line) if line.endswith(b"\n") else None
+        entry = _parse(line)
         if entry is None and number == len(lines):
             break  # torn: the last write was cut short
         if entry is None or entry["round"] != number - 1 or not {"cohort", "scores"} <= entry.keys():
@@ -138,8 +138,9 @@ def _bytes(path: Path) -> bytes:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
+    """A whole line, with its end, of some round; None for anything else."""
     try:
-        entry = json.loads(line)
+        entry = json.loads(line) if line.endswith(b"\n") else None
     except ValueError:
         return None
     return entry if isinstance(entry, dict) and isinstance(entry.get("round"), int) else None
@@ -155,7 +156,7 @@ class Journal:
     def open(self, last: int) -> None:
         """Cut off what is torn, unreadable or after round `last`, in one step, and be ready to append."""
         before = _bytes(self.path)
-        lines = [(line, _parse(line)) for line in before.splitlines(keepends=True) if line.endswith(b"\n")]
+        lines = [(line, _parse(line)) for line in before.splitlines(keepends=True)]
         after = b"".join(line for line, entry in lines if entry is not None and entry["round"] <= last)
         if after != before:
             atomic.write(self.path, after)

@@ -205,7 +205,8 @@ def _draw_gains(
         axes.axvline(0, color=theme.muted, linewidth=0.9)
         axes.set_xlim(low, high)
         axes.set_ylim(len(shown) - 0.4, -0.6)
-        axes.set_title(row.label, fontsize=9.5, color=theme.ink, loc="center", pad=5)
+        above = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center", "fontsize": 9.5, "color": theme.ink}
+        axes.annotate(row.label, (0, 1), xycoords=("data", "axes fraction"), **above)
         for spine in axes.spines.values():
             spine.set_visible(False)
         axes.set_facecolor("none")

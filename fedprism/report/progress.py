@@ -41,9 +41,6 @@ class Progress(Callback):
         self._task: TaskID | None = None
 
     def __enter__(self) -> Progress:
-        if self.console.is_terminal:
-            self._task = self._bar.add_task("starting", total=None, round="", accuracy="")
-            self._bar.start()
         return self
 
     def __exit__(
@@ -58,7 +55,10 @@ class Progress(Callback):
         self._standings = [Standing(plan.moment, split) for split in ("validation", "test")]
         self._round = max(0, plan.first_round - 1)
         self._begun = self._last = time.monotonic()
-        self._show()
+        if self.console.is_terminal:  # shown only while rounds are run: loading data may have a line of its own
+            self._task = self._bar.add_task("") if self._task is None else self._task
+            self._show()
+            self._bar.start()
 
     def round(self, record: RoundRecord, snapshot: Snapshot) -> None:
         now = time.monotonic()
@@ -75,6 +75,7 @@ class Progress(Callback):
         self._show()
 
     def end(self, status: Status) -> None:
+        self._bar.stop()
         took = time.monotonic() - self._begun
         if status == "diverged":
             self.console.print(Text(f"{self._name()} diverged in round {self._round}.", style="yellow"))

@@ -1,0 +1,591 @@
+"""The command line: parse, call `fedprism.api`, print. PyTorch is imported inside the commands, so that --help is quick."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
+
+import typer
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from fedprism import config as configuration
+from fedprism.config import Config
+from fedprism.errors import ConfigError, FedprismError, RecordError, unknown
+
+if TYPE_CHECKING:
+    from fedprism.api import Cell, Run
+    from fedprism.records import RunRecord
+
+DEMO_METHODS = ("local", "fedavg", "fedprox", "fedbn", "fedrep", "ditto")
+DEMO_ROUNDS, QUICK_ROUNDS = 30, 5
+_DEMO_NOTE = "README.txt"
+
+app = typer.Typer(
+    name="fedprism",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_START, _RUN, _LEARN = "Start here", "Train", "Look things up"
+
+Protocols = Annotated[
+    Optional[str],  # noqa: UP045 (typer reads it at run time)
+    typer.Option(
+        "--protocol",
+        help="Which figure is printed: a moment ([b]received, trained, adapted, global[/b]), the rounds ([b]last, lastK, "
+        "best-validation, best-test[/b]) and a mean ([b]clients, samples[/b]), such as [b]trained,last5,samples[/b]. "
+        "Left out: each method's own moment, the best round on validation images, the mean over clients.",
+    ),
+]
+Settings = Annotated[
+    Optional[list[str]],  # noqa: UP045
+    typer.Option("--set", metavar="KEY=VALUE", help="Lay a setting over the file, such as [b]train.rounds=50[/b]. May be repeated."),
+]
+
+
+def main() -> None:
+    """The entry point of the installed command."""
+    app()
+
+
+@app.callback()
+def _main(
+    show_version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and stop.")] = False,
+) -> None:
+    """Personalised federated learning: what clients share, what stays their own, and what each one gains.
+
+    Begin with [b]fedprism demo[/b]. Every command has a --help with an example.
+    """
+    if show_version:
+        typer.echo(f"fedprism {_version()}")
+        raise typer.Exit
+
+
+@app.command(rich_help_panel=_START)
+def demo(
+    out: Annotated[Path, typer.Option(help="Where the runs and report.html are written.")] = Path("demo"),
+    rounds: Annotated[Optional[int], typer.Option(min=1, help=f"Communication rounds; {DEMO_ROUNDS} unless given.")] = None,  # noqa: UP045
+    quick: Annotated[bool, typer.Option("--quick", help=f"A first look: {QUICK_ROUNDS} rounds.")] = False,
+    protocol: Protocols = None,
+) -> None:
+    """Train six methods on five clients whose images look different, in about a minute.
+
+    Each client has handwritten digits in a style of its own. Local trains alone, FedAvg and FedProx share everything, FedBN,
+    FedRep and Ditto keep something at home. Prints a table and writes a page with curves, demo/report.html. Running it again
+    replaces its earlier runs.
+
+    \b
+    Example:
+      fedprism demo
+      fedprism demo --quick --out /tmp/demo
+    """
+    with _told(f"`fedprism demo --out {out}` starts it again."), _loading():
+        from fedprism import api
+        from fedprism.records import Protocol
+
+        Protocol.parse(protocol or "own")  # a mistake is told before a minute of training
+        given = {"train": {"rounds": rounds or (QUICK_ROUNDS if quick else DEMO_ROUNDS)}, "run": {"device": "cpu"}}
+        config = configuration.structure(given, Config)
+        folder = out / "runs"
+        cells = api.cells(config, DEMO_METHODS, [config.seed], "demo", folder)
+    with _told(f"`fedprism demo --out {out}` starts it again."):
+        _own_demo(folder, cells)
+        with _progress(cells) as progress:
+            runs = api.compare(config, DEMO_METHODS, [config.seed], "demo", out=folder, callbacks=[progress])
+        page = _report(out, runs, protocol)
+        _out().print()
+        _out().print(_table(runs, protocol))
+        _next(
+            ("curves, images and settings", str(page)),
+            ("why one wins", "fedprism explain fedbn"),
+            ("your own images, a folder a client", "fedprism compare CONFIG.yaml --help"),
+        )
+
+
+@app.command(rich_help_panel=_RUN)
+def run(
+    config: Annotated[Optional[Path], typer.Argument(metavar="CONFIG.yaml", help="What to run; see --print-config.")] = None,  # noqa: UP045
+    settings: Settings = None,
+    method: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Instead of the file's method: a name of [b]fedprism list methods[/b], or path/to/file.py:Class."),
+    ] = None,
+    out: Annotated[Optional[Path], typer.Option(help="The run directory; left out: run.out of the configuration.")] = None,  # noqa: UP045
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the whole configuration, every default with a comment, and stop.")
+    ] = False,
+    protocol: Protocols = None,
+) -> None:
+    """Train one method, as a configuration file says.
+
+    The file holds only what differs from the defaults. The run directory holds the resolved configuration, metrics of every
+    client and round, and checkpoints; [b]fedprism resume[/b] goes on from them.
+
+    \b
+    Example:
+      fedprism run --print-config > mine.yaml
+      fedprism run mine.yaml --set train.rounds=50 --set method.mu=0.1
+      fedprism run mine.yaml --method my_method.py:MyMethod --out runs/mine
+    """
+    with _told(), _loading():
+        from fedprism import api
+
+        resolved = api.resolve(_read(config, settings or [], method))
+        if print_config:
+            typer.echo(configuration.commented(resolved), nl=False)
+            return
+        if config is None:
+            raise ConfigError("there is no configuration to run; `fedprism run --print-config > mine.yaml` writes one.")
+        directory = api.directory_of(resolved, config.stem, out)
+    with _told(f"`fedprism resume {directory}` goes on."):
+        with _progress([resolved]) as progress:
+            done = api.run_config(resolved, config.stem, out=out, callbacks=[progress])
+        _after(done, protocol)
+
+
+@app.command(rich_help_panel=_RUN)
+def compare(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="What all runs have in common.")],
+    methods: Annotated[str, typer.Option(metavar="A,B,...", help="Methods, separated by commas; include [b]local[/b] to see gains.")],
+    seeds: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="0,1,...", help="Seeds, separated by commas; left out: the configuration's."),
+    ] = None,
+    settings: Settings = None,
+    out: Annotated[Optional[Path], typer.Option(help="The folder of the runs; left out: as run.out of the configuration says.")] = None,  # noqa: UP045
+    protocol: Protocols = None,
+) -> None:
+    """Train several methods with several seeds and print them in one table, mean ± deviation.
+
+    A run directory each: finished ones are skipped and begun ones resumed, so the same command again goes on where it was
+    stopped. Beside the runs it writes comparison.csv, comparison.md and report.html. The settings of the file's own method
+    are kept; the others have their papers' defaults.
+
+    \b
+    Example:
+      fedprism compare examples/digits-skew.yaml --methods local,fedavg,fedbn,ditto --seeds 0,1,2
+      fedprism compare mine.yaml --methods local,fedavg,my_method.py:MyMethod
+    """
+    again = "The same command goes on: finished runs are skipped, the one that was stopped is resumed."
+    with _told(again), _loading():
+        from fedprism import api
+        from fedprism.records import Protocol
+
+        Protocol.parse(protocol or "own")
+        base = _read(config, settings or [], None)
+        names, numbers = _names(methods), _numbers(seeds, base.seed)
+        cells = api.cells(base, names, numbers, config.stem, out)
+        folder = _common([cell.path for cell in cells])
+    failed: list[str] = []
+
+    def tell(cell: Cell, error: FedprismError) -> None:
+        failed.append(f"{cell.config.method.name} with seed {cell.config.seed}")
+        _say(f"{failed[-1]} failed: {error}", "red")
+
+    with _told(again):
+        with _progress(cells) as progress:
+            runs = api.compare(base, names, numbers, config.stem, out=out, callbacks=[progress], on_error=tell)
+        if runs:
+            result = _table(runs, protocol)
+            _write(folder / "comparison.csv", result.csv())
+            _write(folder / "comparison.md", result.markdown(clients=True))
+            page = _report(folder, runs, protocol)
+            _out().print(result)
+            _next(("figures", str(folder / "comparison.csv")), ("curves, images and settings", str(page)))
+        if failed:
+            _say(f"{len(failed)} of {len(cells)} runs failed: {'; '.join(failed)}.", "red")
+            raise typer.Exit(1)
+
+
+@app.command(rich_help_panel=_RUN)
+def resume(
+    path: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The directory of a run that was stopped.")],
+    protocol: Protocols = None,
+) -> None:
+    """Go on with a run that was stopped, from its newest checkpoint: the figures are the same as if it never had been.
+
+    \b
+    Example:
+      fedprism resume runs/digits-skew/fedbn-0
+    """
+    with _told(), _loading():
+        from fedprism import api
+        from fedprism.records import read_run
+
+        record = read_run(path)
+    with _told(f"`fedprism resume {path}` goes on."):
+        if record.status in ("finished", "diverged"):
+            _say(f"{path} has already {record.status}; nothing is left to run.", "yellow")
+        with _progress([record.config]) as progress:
+            done = api.resume(path, callbacks=[progress])
+        _after(done, protocol)
+
+
+@app.command(rich_help_panel=_LEARN)
+def show(
+    paths: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Run directories, or folders that hold some.")],
+    protocol: Protocols = None,
+    form: Annotated[
+        Literal["terminal", "markdown", "latex", "csv", "html"], typer.Option("--format", help="How the table is written.")
+    ] = "terminal",
+    report: Annotated[Optional[Path], typer.Option(metavar="FILE.html", help="Write the page with curves, too.")] = None,  # noqa: UP045
+) -> None:
+    """Print the table of runs again, from their records; another protocol needs no new training.
+
+    Runs that are named go into one table. A folder is searched: the runs of each folder in it make a table of their own.
+
+    \b
+    Example:
+      fedprism show runs/digits-skew
+      fedprism show runs/digits-skew --protocol trained,last5,samples --format latex
+    """
+    with _told(), _loading():
+        from fedprism.records import read_run
+        from fedprism.report.html import write_page
+        from fedprism.report.table import table
+
+        groups = [sorted(map(read_run, group), key=_in_order) for group in _found(paths)]
+        tables = [table(group, protocol) for group in groups]
+        if report is not None and len(groups) > 1:
+            raise ConfigError(f"--report makes one page, but the runs lie in {len(groups)} folders; name one of them.")
+        if report is not None:
+            write_page(report, groups[0], protocol)
+    for group, each in zip(groups, tables, strict=True):
+        if form == "terminal":
+            if len(groups) > 1:
+                _out().print(Text(str(_common([record.path for record in group if record.path])), style="bold"))
+            _out().print(each)
+        else:
+            typer.echo(getattr(each, form)(), nl=form == "html")
+    if report is not None:
+        _say(f"wrote {report}", "")
+
+
+@app.command("list", rich_help_panel=_LEARN)
+def list_(
+    what: Annotated[
+        Literal["methods", "datasets", "models", "partitions", "engines", "experiments"], typer.Argument(help="Of what kind.")
+    ],
+) -> None:
+    """What there is to choose from, with a line about each.
+
+    \b
+    Example:
+      fedprism list methods
+    """
+    with _told(), _loading():
+        if what == "experiments":
+            typer.echo("There are no experiments so far. An experiment is a configuration that repeats a published table.")
+            return
+        header, rows = _listed(what)
+    listing = RichTable(box=None, pad_edge=False, header_style="bold")
+    for place, name in enumerate(header):
+        listing.add_column(name, justify="right" if name == "lines" else "left", no_wrap=place == 0)
+    for row in rows:
+        listing.add_row(*map(Text, row))
+    _out().print(listing)
+    if what == "methods":
+        _out().print(Text("lines: of code in its file. `fedprism explain METHOD` says more.", style="dim"))
+
+
+@app.command(rich_help_panel=_LEARN)
+def explain(
+    method: Annotated[str, typer.Argument(help="A name of [b]fedprism list methods[/b], or path/to/file.py:Class.")],
+    model: Annotated[str, typer.Option(help="Count bytes for this model.")] = "cnn4",
+    classes: Annotated[int, typer.Option(min=2, help="Classes of the data.")] = 10,
+    image_size: Annotated[int, typer.Option(min=1, help="Pixels a side; three channels.")] = 32,
+) -> None:
+    """What a method does: its paper, what stays at home, its settings, and the bytes that it sends.
+
+    \b
+    Example:
+      fedprism explain ditto
+      fedprism explain fedproto --model resnet18 --classes 100
+    """
+    with _told(), _loading():
+        from fedprism.config import ModelConfig, Named
+        from fedprism.methods import find, make
+        from fedprism.report.explain import settings_of, traffic
+
+        cls = find(method)
+        made = make(Named(method))
+        rounds = Config().train.rounds
+        first, last = traffic(made, ModelConfig(model), classes, image_size, rounds)
+    out = _out()
+    out.print(Text(cls.id or method, style="bold"), Text(cls.idea), sep="\n")
+    facts = RichTable(box=None, show_header=False, pad_edge=False)
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column()
+    for name, value in {
+        "paper": cls.paper or "none",
+        "stays with the client": cls.stays,
+        "others learn": cls.reveals,
+        "batch norm": {
+            "shared": "shared",
+            "local": "stays local",
+            "local-stats": "affine parameters shared, statistics local",
+        }[cls.bn],
+        "average weighted by": {"samples": "training images", "uniform": "nothing: each client counts the same"}[cls.weighting],
+        "new state goes to": {"participants": "the clients that take part in the round", "all": "all clients"}[cls.broadcast],
+        "its paper tests": {
+            "received": "what a client receives, before it trains (received)",
+            "trained": "after local training (trained)",
+            "adapted": "after a short adaptation (adapted)",
+            "global": "the one global model (global)",
+        }[cls.moment],
+        "architectures": "may differ between clients" if made.mixed else "the same for all clients",
+        "one global model": "yes" if cls.has_global else "no",
+    }.items():
+        facts.add_row(name, Text(value))
+    out.print(facts)
+    out.print()
+    settings = settings_of(cls)
+    if settings:
+        table = RichTable(box=None, pad_edge=False, header_style="bold")
+        table.add_column("setting", no_wrap=True)
+        table.add_column("default")
+        table.add_column("meaning")
+        for name, default, doc in settings:
+            table.add_row(f"method.{name}", Text(json.dumps(default, default=str)), Text(doc))
+        out.print(table)
+    else:
+        out.print("It has no settings of its own.")
+    out.print()
+    counted = f"{model}, {classes} classes, images 3x{image_size}x{image_size}"
+    out.print(Text(f"A client and round, {counted}: {_bytes(first.down)} down, {_bytes(first.up)} up."))
+    if last != first:
+        out.print(Text(f"In the last of {rounds} rounds: {_bytes(last.down)} down, {_bytes(last.up)} up."))
+
+
+# --- what commands are made of ---------------------------------------------------------------------------------------
+
+
+def _read(path: Path | None, settings: Sequence[str], method: str | None) -> Config:
+    """The configuration of a command; another method than the file's does not inherit its settings."""
+    raw = [] if method is None or (path is not None and configuration.read(path).method.name == method) else [
+        f"method={json.dumps({'name': method})}"
+    ]
+    overrides = [*raw, *settings]
+    if path is None:
+        return configuration.structure(configuration.override({}, overrides), Config)
+    return configuration.read(path, overrides)
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise ConfigError(f"--methods is {text!r}; expected names separated by commas, such as local,fedavg,fedbn.")
+    return names
+
+
+def _numbers(text: str | None, default: int) -> list[int]:
+    try:
+        return [default] if text is None else [int(number) for number in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--seeds is {text!r}; expected whole numbers separated by commas, such as 0,1,2.") from None
+
+
+def _progress(work: Sequence[Any]) -> Any:
+    """A progress line for configurations or cells; what has already ended does not count."""
+    from fedprism.methods import find
+    from fedprism.records import run_status
+    from fedprism.report.progress import Progress
+
+    left = [w for w in work if isinstance(w, Config) or run_status(w.path) not in ("finished", "diverged")]
+    configs = [w if isinstance(w, Config) else w.config for w in left]
+    rounds = configs[0].train.rounds if configs else 0
+    seeds = len({config.seed for config in configs})
+    return Progress(_err(), [find(config.method.name).id for config in configs], rounds, seeds)
+
+
+def _table(runs: Sequence[Run], protocol: str | None) -> Any:
+    from fedprism.report.table import table
+
+    return table([run.record for run in runs], protocol)
+
+
+def _report(folder: Path, runs: Sequence[Run], protocol: str | None) -> Path:
+    from fedprism.report.html import write_page
+
+    return write_page(folder / "report.html", [run.record for run in runs], protocol)
+
+
+def _write(path: Path, text: str) -> None:
+    from fedprism.records import atomic
+
+    with atomic.reporting(str(path), "The runs are safe; make room and use `fedprism show` on them."):
+        atomic.write(path, text.encode())
+
+
+def _after(done: Run, protocol: str | None) -> None:
+    """The end of a single run."""
+    _out().print(done.table(protocol))
+    _next(("the run", str(done.path)), ("the table again", f"fedprism show {done.path}"))
+    if done.status == "diverged":
+        raise typer.Exit(1)
+
+
+def _own_demo(folder: Path, cells: Sequence[Cell]) -> None:
+    """Clear away the runs of an earlier demo; anything else that is there is somebody's work, and stays."""
+    from filelock import FileLock, Timeout
+
+    from fedprism.records import atomic, runfile
+    from fedprism.records.rundir import LOCK
+
+    note = folder / _DEMO_NOTE
+    if folder.exists() and any(folder.iterdir()) and not note.exists():
+        raise RecordError(f"{folder} holds something that `fedprism demo` has not written; choose another --out.")
+    for cell in cells:
+        if not cell.path.exists():
+            continue
+        if not runfile.exists(cell.path):
+            raise RecordError(f"{cell.path} is not a run of `fedprism demo`; move it away, or choose another --out.")
+        try:
+            with FileLock(cell.path / LOCK, timeout=0):
+                pass
+        except Timeout:
+            raise RecordError(f"another `fedprism demo` is writing {cell.path}; wait for it, or choose another --out.") from None
+        shutil.rmtree(cell.path)
+    with atomic.reporting(str(folder), "Choose another --out."):
+        folder.mkdir(parents=True, exist_ok=True)
+        atomic.write(note, b"The runs of `fedprism demo`. The next demo replaces them.\n")
+
+
+def _found(paths: Sequence[Path]) -> list[list[Path]]:
+    """Run directories by table: those that are named together, those that are found by their folder."""
+    from fedprism.records import runfile
+
+    named = [path for path in paths if runfile.exists(path)]
+    groups: dict[Path, list[Path]] = {}
+    for path in paths:
+        if path in named:
+            continue
+        below = sorted(file.parent for file in path.rglob(runfile.NAME)) if path.is_dir() else []
+        if not below:
+            runfile.read(path)  # says what is wrong with it, if it is no folder
+            raise RecordError(f"there is no run in {path} or below it.")
+        for directory in below:
+            groups.setdefault(directory.parent, []).append(directory)
+    return [*([named] if named else []), *groups.values()]
+
+
+def _in_order(record: RunRecord) -> tuple[int, str, int]:
+    from fedprism.methods import METHODS
+
+    known = list(METHODS)
+    return (known.index(record.method) if record.method in known else len(known), record.method, record.seed)
+
+
+def _common(paths: Sequence[Path]) -> Path:
+    """The folder that all of these directories lie in."""
+    return Path(os.path.commonpath([path.parent for path in paths]))
+
+
+def _listed(what: str) -> tuple[list[str], list[list[str]]]:
+    """The header and the rows of `fedprism list`."""
+    if what == "methods":
+        from fedprism.methods import METHODS
+        from fedprism.report.explain import code_lines
+
+        rows = [[name, cls.stays, str(code_lines(cls)), cls.paper] for name, cls in METHODS.items()]
+        return ["method", "stays with the client", "lines", "paper"], rows
+    if what == "models":
+        from fedprism.models import MODELS
+
+        return ["model", ""], [[name, family.description] for name, family in MODELS.items()]
+    if what == "datasets":
+        from fedprism.data import DATASETS
+
+        named = {"folder": "folder:PATH"}
+        return ["dataset", ""], [[named.get(name, name), _first_line(loader)] for name, loader in DATASETS.items()]
+    if what == "partitions":
+        from fedprism.federation import PARTITIONS
+
+        return ["partition", ""], [[name, _first_line(item)] for name, item in PARTITIONS.items()]
+    if what == "engines":
+        from fedprism.engines.inprocess import ENGINES
+
+        return ["engine", ""], [[name, _first_line(item)] for name, item in ENGINES.items()]
+    raise ConfigError(unknown("list", what, ["methods", "datasets", "models", "partitions", "engines", "experiments"]))
+
+
+def _first_line(item: Any) -> str:
+    return (item.__doc__ or "").strip().partition("\n")[0]
+
+
+def _bytes(size: int) -> str:
+    from fedprism.report.html import amount
+
+    return f"{amount(size)} ({size:,} bytes)" if size >= 1000 else f"{size} bytes"
+
+
+def _version() -> str:
+    try:
+        return version("fedprism")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+# --- what a user is told ---------------------------------------------------------------------------------------------
+
+
+def _out() -> Console:
+    return Console()
+
+
+def _err() -> Console:
+    return Console(stderr=True)
+
+
+def _say(message: str, style: str) -> None:
+    _err().print(Text(message, style=style), soft_wrap=True)
+
+
+def _next(*hints: tuple[str, str]) -> None:
+    """Where to look now."""
+    out = _out()
+    out.print()
+    for what, where in hints:
+        out.print(Text.assemble((f"{what}: ", "dim"), where), soft_wrap=True)
+
+
+@contextmanager
+def _told(interrupted: str = "") -> Iterator[None]:
+    """Mistakes and interruptions as one message each, without a traceback; warnings as one line each."""
+
+    def warn(message: Warning | str, *_: Any, **__: Any) -> None:
+        _say(f"warning: {message}", "yellow")
+
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = warn
+            yield
+    except FedprismError as error:
+        _say(f"error: {error}", "red")
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        _say(f"stopped. {interrupted}".strip(), "yellow")
+        raise typer.Exit(130) from None
+
+
+@contextmanager
+def _loading() -> Iterator[None]:
+    """PyTorch takes a while to load: say so on a terminal."""
+    console = _err()
+    if console.is_terminal and "torch" not in sys.modules:
+        with console.status("loading PyTorch …"):
+            yield
+    else:
+        yield

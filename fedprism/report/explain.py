@@ -1,0 +1,76 @@
+"""What there is to know of a method before it is run: paper, idea, what stays, settings, and the bytes that it sends."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedprism import keys
+from fedprism.config import Config, ModelConfig, structure
+from fedprism.engines.client import make_info
+from fedprism.engines.inprocess import InProcess
+from fedprism.engines.loop import make_loop
+from fedprism.federation import Federation
+from fedprism.methods.base import Method
+
+_CLIENTS = ("one", "two")
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one client in one round."""
+
+    down: int
+    up: int
+
+
+def settings_of(cls: type[Method]) -> list[tuple[str, Any, str]]:
+    """Each hyper-parameter of a method: name, default, meaning."""
+    return [(f.name, _default(f), str(f.metadata.get("doc", ""))) for f in dataclasses.fields(cls)]
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else "(required)"
+
+
+def traffic(method: Method, model: ModelConfig, classes: int, size: int, rounds: int) -> tuple[Traffic, Traffic]:
+    """What a client is sent and sends in the first and in the last of `rounds` rounds, counted in real rounds on noise."""
+    config = structure({"train": {"rounds": rounds}, "evaluate": {"moments": []}}, Config)
+    config = dataclasses.replace(config, model=model)
+    federation = _noise(classes, size)
+    info = make_info(config, federation.names, classes, federation.shape)
+    device = torch.device("cpu")
+    loop = make_loop(method, config, info, federation, InProcess(method, config, info, federation, device), device)
+    # The last round twice: what is sent only once after a warm-up has then been sent.
+    records = [loop.one_round(round)[0] for round in (0, rounds - 1, rounds - 1)]
+    sizes = [Traffic(record.down.get(_CLIENTS[0], 0), record.up.get(_CLIENTS[0], 0)) for record in records]
+    return sizes[0], sizes[-1]
+
+
+def _noise(classes: int, size: int) -> Federation:
+    """Two clients with one image a class."""
+    n = max(classes, 2)
+    x = torch.randint(0, 256, (n, 3, size, size), generator=keys.generator("explain"), dtype=torch.uint8)
+    y = torch.arange(n) % classes
+    names = tuple(str(label) for label in range(classes))
+    part = {"train": (x, y), "validation": (x[:1], y[:1]), "test": (x[:1], y[:1])}
+    return Federation.from_arrays(dict.fromkeys(_CLIENTS, part), name="noise", class_names=names)
+
+
+def code_lines(cls: type) -> int:
+    """Lines of the file that a class is in, without blank lines, comments and docstrings."""
+    text = Path(inspect.getsourcefile(cls) or "").read_text(encoding="utf-8")
+    prose: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            prose.update(range(node.body[0].lineno, (node.body[0].end_lineno or node.body[0].lineno) + 1))
+    lines = enumerate(text.splitlines(), 1)
+    return sum(1 for number, line in lines if number not in prose and line.strip() and not line.strip().startswith("#"))

@@ -1,0 +1,25 @@
+"""What all tests run under, and the small federation that many of them train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fedprism.federation import Federation, federation
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The bits depend on the number of intra-op threads, and two on a busy machine can be far slower than one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Federation:
+    """Three clients of 40 training and 36 test images, 16 pixels a side."""
+    return federation("digits-skew", clients=3, seed=0, samples=40, split={"validation": 0.02, "test": 0.1})

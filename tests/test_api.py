@@ -1,0 +1,206 @@
+"""The Python interface: train, load, resume, compare, and the models that come out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import fedprism as fp
+from fedprism import api
+from fedprism.config import Config, structure
+from fedprism.data.images import normalise
+from fedprism.methods.base import Method
+from fedprism.records import Protocol, outcome
+
+SMALL = ["train.epochs=1", "run.checkpoint_every=2"]
+
+
+@pytest.fixture(scope="module")
+def three() -> fp.Federation:
+    return fp.federation("digits-skew", clients=3, seed=0, samples=40)
+
+
+@pytest.fixture(scope="module")
+def run(three: fp.Federation, tmp_path_factory: pytest.TempPathFactory) -> fp.Run:
+    out = tmp_path_factory.mktemp("runs") / "fedbn"
+    return fp.train(three, method=fp.FedBN(), model="lenet-bn", rounds=6, out=out, settings=SMALL)
+
+
+def test_the_models_predict_what_the_table_says(run: fp.Run, three: fp.Federation) -> None:
+    """Accuracy of `run.models` on the test images is the table's, client by client: same round, same moment."""
+    figures = outcome(run.record, Protocol())
+    for name, data in three.clients.items():
+        guess = run.models[name].predict(data.test.x)
+        accuracy = float((torch.as_tensor(guess) == data.test.y).float().mean())
+        assert accuracy == pytest.approx(figures.accuracy[name], abs=1e-6)
+
+
+def test_a_loaded_run_is_the_same_run(run: fp.Run, three: fp.Federation) -> None:
+    again = fp.load(run.path)
+    assert again.record == run.record
+    images = three.clients["tinted"].test.x
+    np.testing.assert_array_equal(
+        again.models["tinted"].probabilities(images), run.models["tinted"].probabilities(images)
+    )
+    assert str(again.table()) == str(run.table())
+    assert "tinted" in str(run.table())
+    assert list(run.models) == ["plain", "tinted", "textured"]
+
+
+def test_predict_takes_images_as_they_are_in_a_file(run: fp.Run, three: fp.Federation) -> None:
+    model, x = run.models["plain"], three.clients["plain"].test.x[:7]
+    expected = model.predict(x)
+    assert expected.shape == (7,)
+    np.testing.assert_array_equal(model.predict(x.permute(0, 2, 3, 1).numpy()), expected)
+    np.testing.assert_allclose(model.probabilities(x).sum(1), 1, rtol=1e-5)
+    assert model.probabilities(x[:0]).shape == (0, 10)
+    with pytest.raises(fp.DataError, match="expected uint8"):
+        model.predict(x.float())
+    with pytest.raises(fp.DataError, match=r"expected \[n, 16, 16, 3\]"):
+        model.predict(x[:, :, :8])
+    with pytest.raises(KeyError, match="no client 'nobody'; there are plain"):
+        run.models["nobody"]
+
+
+def test_a_model_at_the_moment_trained_is_the_trained_one(three: fp.Federation) -> None:
+    class Trained(fp.FedAvg):
+        moment = "trained"
+
+    method = Trained()
+    info = api.make_info(Config(), three.names, three.classes, three.shape)
+    module = method.build(info.arch, "plain", info, 0)
+    state = {n: t + 1 if t.is_floating_point() else t for n, t in module.state_dict().items()}
+    snapshot = api.Snapshot(1, module.state_dict(), {"plain": state, "tinted": None})
+    x = three.clients["plain"].test.x
+    model = api.ClientModel.of(method, Config(), info, three.class_names, snapshot, "plain")
+    method.build(info.arch, "plain", info, 0)
+    assert all(torch.equal(t, state[n]) for n, t in model.module.state_dict().items())
+    fresh = api.ClientModel.of(method, Config(), info, three.class_names, snapshot, "tinted")
+    assert torch.equal(torch.as_tensor(fresh.predict(x)), module.eval()(normalise(x, "half")).argmax(1))
+
+
+def test_out_names_the_directory_and_is_not_overwritten(
+    three: fp.Federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = fp.train(three, "fedavg", "mlp", rounds=1)
+    assert run.path == Path("runs/digits-skew/fedavg-0")
+    with pytest.raises(fp.RecordError, match="exists and is not empty"):
+        fp.train(three, "fedavg", "mlp", rounds=1)
+    replaced = fp.train(three, "fedavg", "mlp", rounds=2, overwrite=True)
+    assert len(replaced.record.rounds) == 3
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("three years of work")
+    with pytest.raises(fp.RecordError, match="not a run directory"):
+        fp.train(three, "fedavg", "mlp", rounds=1, out="mine", overwrite=True)
+    assert (tmp_path / "mine" / "thesis.txt").exists()
+    kept_nowhere = fp.train(three, "fedavg", "mlp", rounds=1, out=False)
+    assert tmp_path not in kept_nowhere.path.parents
+
+
+def test_settings_are_checked(three: fp.Federation) -> None:
+    with pytest.raises(fp.ConfigError, match="Did you mean 'rounds'"):
+        fp.train(three, settings=["train.round=3"], out=False)
+    with pytest.raises(fp.ConfigError, match="seed or the data"):
+        fp.train(three, settings=["seed=3"], out=False)
+    with pytest.raises(fp.ConfigError, match="Did you mean 'fedprox'"):
+        fp.train(three, "fedproxx", out=False)
+    with pytest.raises(fp.ConfigError, match="mew"):
+        api.resolve(structure({"method": {"name": "fedprox", "mew": 1}}, Config))
+    with pytest.raises(fp.ConfigError, match="engine"):
+        api.resolve(structure({"run": {"engine": "warp"}}, Config))
+    with pytest.raises(fp.ConfigError, match="run.device is"):
+        api.resolve(structure({"run": {"device": "abacus"}}, Config))
+    with pytest.raises(fp.ConfigError, match="tf32"):
+        api.resolve(structure({"run": {"device": "cpu", "precision": "tf32"}}, Config))
+    with pytest.raises(fp.ConfigError, match="nothing else in braces"):
+        api.directory_of(structure({"run": {"out": "runs/{day}"}}, Config), "x", None)
+
+
+def test_resolved_configuration_holds_every_hyper_parameter_and_runs_again(tmp_path: Path) -> None:
+    raw = {
+        "method": "fedrep",
+        "model": "mlp",
+        "train": {"rounds": 1},
+        "data": {"partition": {"name": "domain", "clients": 2}},
+    }
+    first = fp.run_config(structure(raw, Config), "x", out=tmp_path / "a")
+    assert first.record.config.method.settings == {"head_epochs": 4, "body_epochs": 1}
+    again = fp.run_config(fp.config.read(tmp_path / "a" / "config.yaml"), "x", out=tmp_path / "b")
+    assert (tmp_path / "a" / "metrics.jsonl").read_bytes() == (tmp_path / "b" / "metrics.jsonl").read_bytes()
+    assert again.record.config == first.record.config
+
+
+def test_arrays_of_ones_own_train_and_resume_with_the_arrays(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    site = lambda: (rng.integers(0, 256, (40, 1, 12, 12), dtype=np.uint8), rng.integers(0, 3, 40))  # noqa: E731
+    mine = fp.Federation.from_arrays({"north": site(), "south": site()}, name="mine", class_names=("a", "b", "c"))
+    run = fp.train(mine, fp.FedAvg(), "mlp", rounds=2, out=tmp_path / "run")
+    assert run.models["north"].class_names == ("a", "b", "c")
+    assert run.models["north"].predict(mine.clients["north"].test.x).shape == (8,)
+    assert fp.resume(run.path, federation=mine).status == "finished"
+
+
+class Interrupt(api.Callback):
+    def round(self, record: object, snapshot: api.Snapshot) -> None:
+        if snapshot.round == 3:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_resumes_in_python(three: fp.Federation, tmp_path: Path) -> None:
+    straight = fp.train(three, fp.Ditto(), "mlp", rounds=5, out=tmp_path / "straight")
+    with pytest.raises(KeyboardInterrupt):
+        fp.train(three, fp.Ditto(), "mlp", rounds=5, out=tmp_path / "stopped", callbacks=[Interrupt()])
+    assert fp.load(tmp_path / "stopped").status == "interrupted"
+    assert fp.resume(tmp_path / "stopped").status == "finished"
+    assert (tmp_path / "stopped" / "metrics.jsonl").read_bytes() == (straight.path / "metrics.jsonl").read_bytes()
+
+
+def test_compare_skips_finished_cells_and_resumes_begun_ones(tmp_path: Path) -> None:
+    raw = {"model": "mlp", "train": {"rounds": 4}, "data": {"partition": {"name": "domain", "clients": 2}}}
+    config = structure(raw, Config)
+    runs = fp.compare(config, ["local", "fedavg"], [0, 1], "x", out=tmp_path / "a")
+    assert [(run.method, run.seed) for run in runs] == [("local", 0), ("local", 1), ("fedavg", 0), ("fedavg", 1)]
+    with pytest.raises(KeyboardInterrupt):
+        fp.compare(config, ["local", "fedavg"], [0, 1], "x", out=tmp_path / "b", callbacks=[Interrupt()])
+    fp.compare(config, ["local", "fedavg"], [0, 1], "x", out=tmp_path / "b")
+    for run in runs:
+        assert (tmp_path / "b" / run.path.name / "metrics.jsonl").read_bytes() == (
+            run.path / "metrics.jsonl"
+        ).read_bytes()
+    started = {run.path: fp.load(run.path).record.info["started"] for run in runs}
+    again = fp.compare(config, ["local", "fedavg"], [0, 1], "x", out=tmp_path / "a")
+    assert {run.path: run.record.info["started"] for run in again} == started
+    longer = structure({**raw, "train": {"rounds": 5}}, Config)
+    with pytest.raises(fp.RecordError, match=r"train\.rounds"):
+        fp.compare(longer, ["local"], [0], "x", out=tmp_path / "a")
+
+
+def test_a_comparison_goes_on_after_a_diverged_and_after_a_failed_cell(tmp_path: Path) -> None:
+    raw = {
+        "model": {"per_client": ["mlp", "lenet-bn"]},
+        "train": {"rounds": 2},
+        "data": {"partition": {"name": "domain", "clients": 2}},
+    }
+    failed: list[str] = []
+    config = structure(raw, Config)
+    runs = fp.compare(
+        config, ["fedavg", "local"], [0], "x", out=tmp_path / "a", on_error=lambda cell, e: failed.append(str(e))
+    )
+    assert [run.method for run in runs] == ["local"]
+    assert len(failed) == 1
+    assert "one architecture" in failed[0]
+    wild = structure({**raw, "model": "mlp", "train": {"rounds": 3, "optimizer": {"lr": 1e30}}}, Config)
+    runs = fp.compare(wild, ["fedavg", "local"], [0], "x", out=tmp_path / "b")
+    assert [run.status for run in runs] == ["diverged", "diverged"]
+    with pytest.raises(fp.ConfigError, match="twice"):
+        fp.compare(config, ["local", "local"], [0], "x", out=tmp_path / "c")
+
+
+def test_everything_public_is_there() -> None:
+    assert all(hasattr(fp, name) for name in fp.__all__)
+    assert callable(fp.federation)
+    assert issubclass(fp.FedBN, Method)

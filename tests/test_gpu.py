@@ -1,0 +1,56 @@
+"""On a GPU: the same bits from the same seed, after a resume too, for every method. Needs CUDA; skipped elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedprism import api
+from fedprism.config import Config, structure
+from fedprism.methods import METHODS
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+RAW = {
+    "data": {"partition": {"name": "domain", "clients": 3}, "samples": 40},
+    "train": {"rounds": 3},
+    "evaluate": {"moments": ["received", "trained", "adapted", "global"]},
+    "run": {"device": "cuda", "checkpoint_every": 1},
+}
+
+
+class Stop(api.Callback):
+    def round(self, record: object, snapshot: api.Snapshot) -> None:
+        if snapshot.round == 2:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+def test_same_seed_same_bits_and_resumed_is_straight(method: str, tmp_path: Path) -> None:
+    config = structure({**RAW, "method": method}, Config)
+    runs = [api.run_config(config, "x", out=tmp_path / name) for name in ("one", "two")]
+    with pytest.raises(KeyboardInterrupt):
+        api.run_config(config, "x", out=tmp_path / "stopped", callbacks=[Stop()])
+    runs.append(api.resume(tmp_path / "stopped"))
+    assert [run.status for run in runs] == ["finished"] * 3
+    first, second, third = ((run.path / "metrics.jsonl").read_bytes() for run in runs)
+    assert first == second == third
+
+
+@pytest.mark.parametrize("model", ["cnn4", "digit6", "resnet18"])
+def test_every_network_gives_the_same_bits_twice(model: str, tmp_path: Path) -> None:
+    raw = {**RAW, "model": model, "data": {**RAW["data"], "image_size": 32}, "method": "fedbn"}
+    runs = [api.run_config(structure(raw, Config), "x", out=tmp_path / name) for name in ("one", "two")]
+    first, second = ((run.path / "metrics.jsonl").read_bytes() for run in runs)
+    assert first == second
+
+
+def test_the_gpu_follows_the_cpu(tmp_path: Path) -> None:
+    """Two rounds of a network without batch norm, in full precision: other hardware, the same method."""
+    losses = []
+    for device in ("cpu", "cuda"):
+        raw = {**RAW, "model": "mlp", "train": {"rounds": 2}, "run": {"device": device, "precision": "fp32"}}
+        run = api.run_config(structure(raw, Config), "x", out=tmp_path / device)
+        losses.append([score.loss for score in run.record.rounds[-1].scores["received"]["test"].values()])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
