@@ -1,17 +1,19 @@
-"""The command line: parse, call `fedprism.api`, print. PyTorch is imported inside the commands, so that --help is quick."""
+"""The command line: parse, call `fedprism.api`, print. PyTorch is imported inside the commands: --help is quick."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
+from enum import StrEnum
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -20,11 +22,15 @@ from rich.text import Text
 
 from fedprism import config as configuration
 from fedprism.config import Config
-from fedprism.errors import ConfigError, FedprismError, RecordError, unknown
+from fedprism.errors import ConfigError, FedprismError, RecordError
 
 if TYPE_CHECKING:
     from fedprism.api import Cell, Run
     from fedprism.records import RunRecord
+    from fedprism.report.progress import Progress
+    from fedprism.report.table import Table
+
+Command = TypeVar("Command", bound=Callable[..., None])
 
 DEMO_METHODS = ("local", "fedavg", "fedprox", "fedbn", "fedrep", "ditto")
 DEMO_ROUNDS, QUICK_ROUNDS = 30, 5
@@ -41,18 +47,44 @@ app = typer.Typer(
 _START, _RUN, _LEARN = "Start here", "Train", "Look things up"
 
 Protocols = Annotated[
-    Optional[str],  # noqa: UP045 (typer reads it at run time)
+    str | None,
     typer.Option(
         "--protocol",
-        help="Which figure is printed: a moment ([b]received, trained, adapted, global[/b]), the rounds ([b]last, lastK, "
-        "best-validation, best-test[/b]) and a mean ([b]clients, samples[/b]), such as [b]trained,last5,samples[/b]. "
-        "Left out: each method's own moment, the best round on validation images, the mean over clients.",
+        help="Which figure is printed: a moment ([b]received, trained, adapted, global[/b]), the rounds ([b]last, "
+        "lastK, best-validation, best-test[/b]) and a mean ([b]clients, samples[/b]), such as "
+        "[b]trained,last5,samples[/b]. Left out: each method's own moment, the best round on validation images, the "
+        "mean over clients.",
     ),
 ]
 Settings = Annotated[
-    Optional[list[str]],  # noqa: UP045
-    typer.Option("--set", metavar="KEY=VALUE", help="Lay a setting over the file, such as [b]train.rounds=50[/b]. May be repeated."),
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Laid over the file, such as [b]train.rounds=50[/b]. May be repeated.",
+    ),
 ]
+
+
+class Form(StrEnum):
+    """How `show` writes a table."""
+
+    terminal = "terminal"
+    markdown = "markdown"
+    latex = "latex"
+    csv = "csv"
+    html = "html"
+
+
+class Kind(StrEnum):
+    """What `list` lists."""
+
+    methods = "methods"
+    datasets = "datasets"
+    models = "models"
+    partitions = "partitions"
+    engines = "engines"
+    experiments = "experiments"
 
 
 def main() -> None:
@@ -60,78 +92,97 @@ def main() -> None:
     app()
 
 
+def _command(panel: str, name: str | None = None) -> Callable[[Command], Command]:
+    """Register a command. Its help is its docstring, a line a paragraph, but for paragraphs that begin with \\b."""
+
+    def register(function: Command) -> Command:
+        paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
+        joined = [text if text.startswith("\b") else text.replace("\n", " ") for text in paragraphs]
+        return app.command(name, help="\n\n".join(joined), rich_help_panel=panel)(function)
+
+    return register
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fedprism {_version()}")
+        raise typer.Exit
+
+
 @app.callback()
 def _main(
-    show_version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and stop.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and stop.")
+    ] = False,
 ) -> None:
     """Personalised federated learning: what clients share, what stays their own, and what each one gains.
 
     Begin with [b]fedprism demo[/b]. Every command has a --help with an example.
     """
-    if show_version:
-        typer.echo(f"fedprism {_version()}")
-        raise typer.Exit
 
 
-@app.command(rich_help_panel=_START)
+@_command(_START)
 def demo(
     out: Annotated[Path, typer.Option(help="Where the runs and report.html are written.")] = Path("demo"),
-    rounds: Annotated[Optional[int], typer.Option(min=1, help=f"Communication rounds; {DEMO_ROUNDS} unless given.")] = None,  # noqa: UP045
+    rounds: Annotated[int | None, typer.Option(min=1, help=f"Rounds; {DEMO_ROUNDS} unless given.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help=f"A first look: {QUICK_ROUNDS} rounds.")] = False,
     protocol: Protocols = None,
 ) -> None:
     """Train six methods on five clients whose images look different, in about a minute.
 
-    Each client has handwritten digits in a style of its own. Local trains alone, FedAvg and FedProx share everything, FedBN,
-    FedRep and Ditto keep something at home. Prints a table and writes a page with curves, demo/report.html. Running it again
-    replaces its earlier runs.
+    Each client has handwritten digits in a style of its own. Local trains alone, FedAvg and FedProx share everything,
+    FedBN, FedRep and Ditto keep something at home. Prints a table and writes a page with curves, demo/report.html.
+    Running it again replaces its earlier runs.
 
     \b
     Example:
       fedprism demo
       fedprism demo --quick --out /tmp/demo
     """
-    with _told(f"`fedprism demo --out {out}` starts it again."), _loading():
+    again = f"`fedprism demo --out {out}` starts it anew."
+    with _told(again), _loading():
         from fedprism import api
-        from fedprism.records import Protocol
 
-        Protocol.parse(protocol or "own")  # a mistake is told before a minute of training
+        _check(protocol)
+        # On the CPU wherever it runs: the models are tiny, and the figures are then nearly the same everywhere.
         given = {"train": {"rounds": rounds or (QUICK_ROUNDS if quick else DEMO_ROUNDS)}, "run": {"device": "cpu"}}
         config = configuration.structure(given, Config)
         folder = out / "runs"
         cells = api.cells(config, DEMO_METHODS, [config.seed], "demo", folder)
-    with _told(f"`fedprism demo --out {out}` starts it again."):
         _own_demo(folder, cells)
-        with _progress(cells) as progress:
+    with _told(again):
+        with _progress([cell.config for cell in cells]) as progress:
             runs = api.compare(config, DEMO_METHODS, [config.seed], "demo", out=folder, callbacks=[progress])
         page = _report(out, runs, protocol)
-        _out().print()
-        _out().print(_table(runs, protocol))
+        _print_table(_table(runs, protocol))
         _next(
             ("curves, images and settings", str(page)),
-            ("why one wins", "fedprism explain fedbn"),
-            ("your own images, a folder a client", "fedprism compare CONFIG.yaml --help"),
+            ("what a method does", "fedprism explain fedbn"),
+            ("all there is to set", "fedprism run --print-config"),
         )
 
 
-@app.command(rich_help_panel=_RUN)
+@_command(_RUN)
 def run(
-    config: Annotated[Optional[Path], typer.Argument(metavar="CONFIG.yaml", help="What to run; see --print-config.")] = None,  # noqa: UP045
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG.yaml", help="What to run; see --print-config.")
+    ] = None,
     settings: Settings = None,
     method: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="Instead of the file's method: a name of [b]fedprism list methods[/b], or path/to/file.py:Class."),
+        str | None,
+        typer.Option(help="Instead of the file's: a name of [b]fedprism list methods[/b], or path/to/file.py:Class."),
     ] = None,
-    out: Annotated[Optional[Path], typer.Option(help="The run directory; left out: run.out of the configuration.")] = None,  # noqa: UP045
+    out: Annotated[Path | None, typer.Option(help="The run directory; left out: run.out of the configuration.")] = None,
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print the whole configuration, every default with a comment, and stop.")
+        bool,
+        typer.Option("--print-config", help="Print the whole configuration, every default with a comment, and stop."),
     ] = False,
     protocol: Protocols = None,
 ) -> None:
     """Train one method, as a configuration file says.
 
-    The file holds only what differs from the defaults. The run directory holds the resolved configuration, metrics of every
-    client and round, and checkpoints; [b]fedprism resume[/b] goes on from them.
+    The file holds only what differs from the defaults. The run directory holds the resolved configuration, metrics of
+    every client and round, and checkpoints; [b]fedprism resume[/b] goes on from them.
 
     \b
     Example:
@@ -150,44 +201,49 @@ def run(
             raise ConfigError("there is no configuration to run; `fedprism run --print-config > mine.yaml` writes one.")
         directory = api.directory_of(resolved, config.stem, out)
     with _told(f"`fedprism resume {directory}` goes on."):
+        _check(protocol)
         with _progress([resolved]) as progress:
             done = api.run_config(resolved, config.stem, out=out, callbacks=[progress])
         _after(done, protocol)
 
 
-@app.command(rich_help_panel=_RUN)
+@_command(_RUN)
 def compare(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="What all runs have in common.")],
-    methods: Annotated[str, typer.Option(metavar="A,B,...", help="Methods, separated by commas; include [b]local[/b] to see gains.")],
+    methods: Annotated[
+        str, typer.Option(metavar="A,B,...", help="Methods, separated by commas; include [b]local[/b] to see gains.")
+    ],
     seeds: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(metavar="0,1,...", help="Seeds, separated by commas; left out: the configuration's."),
     ] = None,
     settings: Settings = None,
-    out: Annotated[Optional[Path], typer.Option(help="The folder of the runs; left out: as run.out of the configuration says.")] = None,  # noqa: UP045
+    out: Annotated[Path | None, typer.Option(help="The folder of the runs; left out: as run.out says.")] = None,
     protocol: Protocols = None,
 ) -> None:
     """Train several methods with several seeds and print them in one table, mean ± deviation.
 
-    A run directory each: finished ones are skipped and begun ones resumed, so the same command again goes on where it was
-    stopped. Beside the runs it writes comparison.csv, comparison.md and report.html. The settings of the file's own method
-    are kept; the others have their papers' defaults.
+    A run directory each: finished ones are skipped and begun ones resumed, so the same command again goes on where it
+    was stopped. Beside the runs it writes comparison.csv, comparison.md and report.html. The settings of the file's own
+    method are kept; the others have their papers' defaults.
 
     \b
     Example:
-      fedprism compare examples/digits-skew.yaml --methods local,fedavg,fedbn,ditto --seeds 0,1,2
+      fedprism compare examples/digits-skew.yaml \\
+          --methods local,fedavg,fedbn,ditto --seeds 0,1,2
       fedprism compare mine.yaml --methods local,fedavg,my_method.py:MyMethod
     """
     again = "The same command goes on: finished runs are skipped, the one that was stopped is resumed."
     with _told(again), _loading():
         from fedprism import api
-        from fedprism.records import Protocol
+        from fedprism.records import run_status
 
-        Protocol.parse(protocol or "own")
+        _check(protocol)
         base = _read(config, settings or [], None)
         names, numbers = _names(methods), _numbers(seeds, base.seed)
         cells = api.cells(base, names, numbers, config.stem, out)
         folder = _common([cell.path for cell in cells])
+        left = [cell.config for cell in cells if run_status(cell.path) not in ("finished", "diverged")]
     failed: list[str] = []
 
     def tell(cell: Cell, error: FedprismError) -> None:
@@ -195,21 +251,21 @@ def compare(
         _say(f"{failed[-1]} failed: {error}", "red")
 
     with _told(again):
-        with _progress(cells) as progress:
+        with _progress(left) as progress:
             runs = api.compare(base, names, numbers, config.stem, out=out, callbacks=[progress], on_error=tell)
         if runs:
             result = _table(runs, protocol)
             _write(folder / "comparison.csv", result.csv())
             _write(folder / "comparison.md", result.markdown(clients=True))
             page = _report(folder, runs, protocol)
-            _out().print(result)
+            _print_table(result)
             _next(("figures", str(folder / "comparison.csv")), ("curves, images and settings", str(page)))
         if failed:
             _say(f"{len(failed)} of {len(cells)} runs failed: {'; '.join(failed)}.", "red")
             raise typer.Exit(1)
 
 
-@app.command(rich_help_panel=_RUN)
+@_command(_RUN)
 def resume(
     path: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The directory of a run that was stopped.")],
     protocol: Protocols = None,
@@ -233,18 +289,16 @@ def resume(
         _after(done, protocol)
 
 
-@app.command(rich_help_panel=_LEARN)
+@_command(_LEARN)
 def show(
-    paths: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Run directories, or folders that hold some.")],
+    paths: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Runs, or folders that hold some.")],
     protocol: Protocols = None,
-    form: Annotated[
-        Literal["terminal", "markdown", "latex", "csv", "html"], typer.Option("--format", help="How the table is written.")
-    ] = "terminal",
-    report: Annotated[Optional[Path], typer.Option(metavar="FILE.html", help="Write the page with curves, too.")] = None,  # noqa: UP045
+    form: Annotated[Form, typer.Option("--format", help="How the table is written.")] = Form.terminal,
+    report: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write the page with curves, too.")] = None,
 ) -> None:
     """Print the table of runs again, from their records; another protocol needs no new training.
 
-    Runs that are named go into one table. A folder is searched: the runs of each folder in it make a table of their own.
+    Runs that are named go into one table. A folder is searched: the runs of each folder in it make a table.
 
     \b
     Example:
@@ -256,28 +310,37 @@ def show(
         from fedprism.report.html import write_page
         from fedprism.report.table import table
 
-        groups = [sorted(map(read_run, group), key=_in_order) for group in _found(paths)]
-        tables = [table(group, protocol) for group in groups]
+        _check(protocol)
+        groups = _found(paths)
         if report is not None and len(groups) > 1:
             raise ConfigError(f"--report makes one page, but the runs lie in {len(groups)} folders; name one of them.")
-        if report is not None:
-            write_page(report, groups[0], protocol)
-    for group, each in zip(groups, tables, strict=True):
-        if form == "terminal":
+    failed = 0
+    for group in groups:
+        try:
+            with _told():
+                records = sorted(map(read_run, group), key=_in_order)
+                result = table(records, protocol)
+                if report is not None:
+                    write_page(report, records, protocol)
+        except typer.Exit:  # has been told; the next folder may be sound
+            failed = 2
+            continue
+        if form is Form.terminal:
             if len(groups) > 1:
-                _out().print(Text(str(_common([record.path for record in group if record.path])), style="bold"))
-            _out().print(each)
+                _out().print(Text(str(_common(group)), style="bold"))
+            _print_table(result)
         else:
-            typer.echo(getattr(each, form)(), nl=form == "html")
-    if report is not None:
+            texts = {"markdown": result.markdown, "latex": result.latex, "csv": result.csv, "html": result.html}
+            typer.echo(texts[form](), nl=form is Form.html)
+    if report is not None and not failed:
         _say(f"wrote {report}", "")
+    if failed:
+        raise typer.Exit(failed)
 
 
-@app.command("list", rich_help_panel=_LEARN)
+@_command(_LEARN, "list")
 def list_(
-    what: Annotated[
-        Literal["methods", "datasets", "models", "partitions", "engines", "experiments"], typer.Argument(help="Of what kind.")
-    ],
+    what: Annotated[Kind, typer.Argument(help="Of what kind.")],
 ) -> None:
     """What there is to choose from, with a line about each.
 
@@ -286,8 +349,10 @@ def list_(
       fedprism list methods
     """
     with _told(), _loading():
-        if what == "experiments":
-            typer.echo("There are no experiments so far. An experiment is a configuration that repeats a published table.")
+        if what is Kind.experiments:
+            typer.echo(
+                "There are no experiments so far. An experiment is a configuration that repeats a published table."
+            )
             return
         header, rows = _listed(what)
     listing = RichTable(box=None, pad_edge=False, header_style="bold")
@@ -296,11 +361,11 @@ def list_(
     for row in rows:
         listing.add_row(*map(Text, row))
     _out().print(listing)
-    if what == "methods":
+    if what is Kind.methods:
         _out().print(Text("lines: of code in its file. `fedprism explain METHOD` says more.", style="dim"))
 
 
-@app.command(rich_help_panel=_LEARN)
+@_command(_LEARN)
 def explain(
     method: Annotated[str, typer.Argument(help="A name of [b]fedprism list methods[/b], or path/to/file.py:Class.")],
     model: Annotated[str, typer.Option(help="Count bytes for this model.")] = "cnn4",
@@ -337,8 +402,12 @@ def explain(
             "local": "stays local",
             "local-stats": "affine parameters shared, statistics local",
         }[cls.bn],
-        "average weighted by": {"samples": "training images", "uniform": "nothing: each client counts the same"}[cls.weighting],
-        "new state goes to": {"participants": "the clients that take part in the round", "all": "all clients"}[cls.broadcast],
+        "average weighted by": {"samples": "training images", "uniform": "nothing: each client counts the same"}[
+            cls.weighting
+        ],
+        "new state goes to": {"participants": "the clients that take part in the round", "all": "all clients"}[
+            cls.broadcast
+        ],
         "its paper tests": {
             "received": "what a client receives, before it trains (received)",
             "trained": "after local training (trained)",
@@ -374,12 +443,10 @@ def explain(
 
 def _read(path: Path | None, settings: Sequence[str], method: str | None) -> Config:
     """The configuration of a command; another method than the file's does not inherit its settings."""
-    raw = [] if method is None or (path is not None and configuration.read(path).method.name == method) else [
-        f"method={json.dumps({'name': method})}"
-    ]
-    overrides = [*raw, *settings]
+    inherits = method is None or (path is not None and configuration.read(path).method.name == method)
+    overrides = [*([] if inherits else [f"method={json.dumps({'name': method})}"]), *settings]
     if path is None:
-        return configuration.structure(configuration.override({}, overrides), Config)
+        return configuration.structure(configuration.override(configuration.plain(Config()), overrides), Config)
     return configuration.read(path, overrides)
 
 
@@ -397,23 +464,37 @@ def _numbers(text: str | None, default: int) -> list[int]:
         raise ConfigError(f"--seeds is {text!r}; expected whole numbers separated by commas, such as 0,1,2.") from None
 
 
-def _progress(work: Sequence[Any]) -> Any:
-    """A progress line for configurations or cells; what has already ended does not count."""
+def _check(protocol: str | None) -> None:
+    """Tell of a mistaken protocol before anything is trained."""
+    from fedprism.records import Protocol
+
+    if protocol is not None:
+        Protocol.parse(protocol)
+
+
+def _progress(configs: Sequence[Config]) -> Progress:
+    """A progress line for the runs that are still to be done."""
     from fedprism.methods import find
-    from fedprism.records import run_status
     from fedprism.report.progress import Progress
 
-    left = [w for w in work if isinstance(w, Config) or run_status(w.path) not in ("finished", "diverged")]
-    configs = [w if isinstance(w, Config) else w.config for w in left]
     rounds = configs[0].train.rounds if configs else 0
-    seeds = len({config.seed for config in configs})
-    return Progress(_err(), [find(config.method.name).id for config in configs], rounds, seeds)
+    methods = [find(config.method.name).id for config in configs]
+    return Progress(_err(), methods, rounds, seeds=len({config.seed for config in configs}))
 
 
-def _table(runs: Sequence[Run], protocol: str | None) -> Any:
+def _table(runs: Sequence[Run], protocol: str | None) -> Table:
     from fedprism.report.table import table
 
     return table([run.record for run in runs], protocol)
+
+
+def _print_table(result: Table) -> None:
+    """As wide as the terminal allows; in a file or a pipe as wide as it is."""
+    out = _out()
+    if out.is_terminal:
+        out.print(result)
+    else:
+        typer.echo(f"{result}")
 
 
 def _report(folder: Path, runs: Sequence[Run], protocol: str | None) -> Path:
@@ -431,7 +512,7 @@ def _write(path: Path, text: str) -> None:
 
 def _after(done: Run, protocol: str | None) -> None:
     """The end of a single run."""
-    _out().print(done.table(protocol))
+    _print_table(done.table(protocol))
     _next(("the run", str(done.path)), ("the table again", f"fedprism show {done.path}"))
     if done.status == "diverged":
         raise typer.Exit(1)
@@ -448,15 +529,15 @@ def _own_demo(folder: Path, cells: Sequence[Cell]) -> None:
     if folder.exists() and any(folder.iterdir()) and not note.exists():
         raise RecordError(f"{folder} holds something that `fedprism demo` has not written; choose another --out.")
     for cell in cells:
-        if not cell.path.exists():
-            continue
         if not runfile.exists(cell.path):
-            raise RecordError(f"{cell.path} is not a run of `fedprism demo`; move it away, or choose another --out.")
+            continue
         try:
             with FileLock(cell.path / LOCK, timeout=0):
                 pass
         except Timeout:
-            raise RecordError(f"another `fedprism demo` is writing {cell.path}; wait for it, or choose another --out.") from None
+            raise RecordError(
+                f"another `fedprism demo` is writing {cell.path}; wait for it, or choose another --out."
+            ) from None
         shutil.rmtree(cell.path)
     with atomic.reporting(str(folder), "Choose another --out."):
         folder.mkdir(parents=True, exist_ok=True)
@@ -493,32 +574,22 @@ def _common(paths: Sequence[Path]) -> Path:
     return Path(os.path.commonpath([path.parent for path in paths]))
 
 
-def _listed(what: str) -> tuple[list[str], list[list[str]]]:
+def _listed(what: Kind) -> tuple[list[str], list[list[str]]]:
     """The header and the rows of `fedprism list`."""
-    if what == "methods":
-        from fedprism.methods import METHODS
-        from fedprism.report.explain import code_lines
+    from fedprism.data import DATASETS
+    from fedprism.engines.inprocess import ENGINES
+    from fedprism.federation import PARTITIONS
+    from fedprism.methods import METHODS
+    from fedprism.models import MODELS
+    from fedprism.report.explain import code_lines
 
+    if what is Kind.methods:
         rows = [[name, cls.stays, str(code_lines(cls)), cls.paper] for name, cls in METHODS.items()]
         return ["method", "stays with the client", "lines", "paper"], rows
-    if what == "models":
-        from fedprism.models import MODELS
-
+    if what is Kind.models:
         return ["model", ""], [[name, family.description] for name, family in MODELS.items()]
-    if what == "datasets":
-        from fedprism.data import DATASETS
-
-        named = {"folder": "folder:PATH"}
-        return ["dataset", ""], [[named.get(name, name), _first_line(loader)] for name, loader in DATASETS.items()]
-    if what == "partitions":
-        from fedprism.federation import PARTITIONS
-
-        return ["partition", ""], [[name, _first_line(item)] for name, item in PARTITIONS.items()]
-    if what == "engines":
-        from fedprism.engines.inprocess import ENGINES
-
-        return ["engine", ""], [[name, _first_line(item)] for name, item in ENGINES.items()]
-    raise ConfigError(unknown("list", what, ["methods", "datasets", "models", "partitions", "engines", "experiments"]))
+    kinds: dict[Kind, Any] = {Kind.datasets: DATASETS, Kind.partitions: PARTITIONS, Kind.engines: ENGINES}
+    return [what.removesuffix("s"), ""], [[name, _first_line(item)] for name, item in kinds[what].items()]
 
 
 def _first_line(item: Any) -> str:
@@ -533,8 +604,8 @@ def _bytes(size: int) -> str:
 
 def _version() -> str:
     try:
-        return version("fedprism")
-    except PackageNotFoundError:
+        return metadata.version("fedprism")
+    except metadata.PackageNotFoundError:
         return "(not installed)"
 
 

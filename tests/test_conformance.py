@@ -9,7 +9,7 @@ import dataclasses
 import random
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
@@ -20,6 +20,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedprism.config import MOMENTS, Config, structure
@@ -32,7 +33,6 @@ from fedprism.engines.client import (
     client_receive,
     client_round,
     make_now,
-    open_slot,
 )
 from fedprism.engines.events import RoundRecord, Snapshot, Status
 from fedprism.engines.inprocess import InProcess, Request
@@ -67,17 +67,6 @@ def config_of(**sections: Any) -> Config:
     return structure({"train": train, "evaluate": evaluate, **sections}, Config)
 
 
-@dataclass(frozen=True)
-class Trained:
-    """A run that is over: its loop, what callbacks were told, and the engine's traffic."""
-
-    loop: Loop
-    records: list[RoundRecord]
-    snapshots: list[Snapshot]
-    status: Status
-    engine: Spy
-
-
 class Spy(InProcess):
     """The reference engine, which remembers what clients were handed and what they answered, round by round."""
 
@@ -95,6 +84,17 @@ class Spy(InProcess):
         answer = self.answers[round][client]
         assert isinstance(answer, Result)
         return answer
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run that is over: its loop, what callbacks were told, and the engine's traffic."""
+
+    loop: Loop
+    records: list[RoundRecord]
+    snapshots: list[Snapshot]
+    status: Status
+    engine: Spy
 
 
 def train(
@@ -152,7 +152,7 @@ def moved(run: Trained, client: str) -> float:
     """How far the client's parameters are from their first values, at most."""
     state = run.loop.states[client]
     assert state is not None
-    return max(float((state[name] - p).abs().max()) for name, p in built(run, client).named_parameters())
+    return max(float((state[name] - p.detach()).abs().max()) for name, p in built(run, client).named_parameters())
 
 
 def shapes(state: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -215,10 +215,10 @@ class Reversed(Spy):
     """Clients run last to first, and their answers come back in that order."""
 
     def train(self, round: int, requests: Mapping[str, Request]) -> dict[str, Result | Failure]:
-        return super().train(round, dict(reversed(requests.items())))
+        return super().train(round, {client: requests[client] for client in reversed(list(requests))})
 
     def evaluate(self, round: int, requests: Mapping[str, Request]) -> dict[str, Scores | Failure]:
-        return super().evaluate(round, dict(reversed(requests.items())))
+        return super().evaluate(round, {client: requests[client] for client in reversed(list(requests))})
 
 
 @every_method
@@ -255,14 +255,14 @@ class OneByOne(Spy):
         raise NotImplementedError
 
     def train(self, round: int, requests: Mapping[str, Request]) -> dict[str, Result | Failure]:
-        answers = {}
+        answers: dict[str, Result | Failure] = {}
         for client, request in requests.items():
             self.before_a_client()
             answers |= super().train(round, {client: request})
         return answers
 
     def evaluate(self, round: int, requests: Mapping[str, Request]) -> dict[str, Scores | Failure]:
-        answers = {}
+        answers: dict[str, Scores | Failure] = {}
         for client, request in requests.items():
             self.before_a_client()
             answers |= super().evaluate(round, {client: request})
@@ -275,7 +275,7 @@ class FreshSlots(OneByOne):
 
 
 class PoisonedSlots(OneByOne):
-    """One slot serves all, and all that the last client left in it is not a number: what is read must be written first."""
+    """One slot serves all, and what the last client left in it is not a number: who reads must have written."""
 
     def before_a_client(self) -> None:
         for me in self.slots.values():
@@ -313,11 +313,13 @@ def test_evaluation_does_not_touch_training(name: str, straight: Straight, tiny:
 
 @every_method
 def test_global_generators_are_left_alone(name: str, tiny: Federation) -> None:
-    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    before = global_generators()
     train(method_of(name), config_of(train={"rounds": 1}, evaluate={"moments": ALL_MOMENTS}), tiny)
-    after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-    assert torch.equal(before[0], after[0])
-    assert before[1:] == after[1:]
+    assert global_generators() == before
+
+
+def global_generators() -> tuple[bytes, str, object]:
+    return torch.get_rng_state().numpy().tobytes(), repr(np.random.get_state(legacy=False)), random.getstate()
 
 
 # --- states, traffic, inputs -----------------------------------------------------------------------------------------
@@ -412,22 +414,22 @@ WAITING = {
 }
 
 
+FETCHING = {Tensor.tolist, Tensor.numpy, Tensor.cpu}  # on a CPU these are no operation that could be seen
+
+
 class Waited(Exception):
     """A loss did what a captured graph cannot."""
 
 
+class NoFetching(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in FETCHING:
+            raise Waited(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
 class NoWaiting(TorchDispatchMode):
     """Within it an operation that has to wait for the device, or whose shape depends on values, is an error."""
-
-    active = False
-
-    def __enter__(self) -> NoWaiting:
-        self.active = True
-        return typing.cast(NoWaiting, super().__enter__())
-
-    def __exit__(self, *error: Any) -> None:
-        self.active = False
-        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operation = func.name().split(".")[0]
@@ -439,60 +441,56 @@ class NoWaiting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def watched(each: Pass, watch: NoWaiting) -> Pass:
-    """The pass with all its steps (forward, backward, update) under watch; its `start` and `end` are free."""
-
-    def start(me: Me, now: Now) -> None:
-        if each.start is not None:
-            each.start(me, now)
-        watch.__enter__()
-
-    def end(me: Me, now: Now) -> None:
-        watch.__exit__(None, None, None)
-        if each.end is not None:
-            each.end(me, now)
-
-    return replace(each, start=start, end=end)
-
-
 def train_watched(method: Method, federation: Federation) -> Trained:
-    watch = NoWaiting()
-    try:
-        return train(
-            with_passes(method, lambda each: watched(each, watch)), config_of(train={"rounds": 3}), federation
-        )
-    finally:
-        if watch.active:
-            watch.__exit__(None, None, None)
+    """Three rounds with every step (forward, backward, update) under watch; the passes' `start` and `end` are free."""
+    with ExitStack() as watch:
+
+        def watched(each: Pass) -> Pass:
+            def start(me: Me, now: Now) -> None:
+                if each.start is not None:
+                    each.start(me, now)
+                watch.enter_context(NoFetching())
+                watch.enter_context(NoWaiting())
+
+            def end(me: Me, now: Now) -> None:
+                watch.close()
+                if each.end is not None:
+                    each.end(me, now)
+
+            return replace(each, start=start, end=end)
+
+        return train(with_passes(method, watched), config_of(train={"rounds": 3}), federation)
 
 
 @every_method
 def test_no_step_waits_for_the_device(name: str, straight: Straight, tiny: Federation) -> None:
     run = train_watched(method_of(name), tiny)
     assert same(run.loop.server, straight(name).snapshots[3].server)
+    assert all(same(state, straight(name).snapshots[3].clients[client]) for client, state in run.loop.states.items())
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        lambda z, y: z.sum().item(),
-        lambda z, y: 1 if z.sum() > 0 else 2,
-        lambda z, y: z[y == 1].sum(),
-        lambda z, y: z.masked_select(z > 0).sum(),
-        lambda z, y: y.unique().sum(),
-        lambda z, y: torch.nonzero(y).sum(),
-        lambda z, y: torch.where(y > 1)[0].sum(),
-        lambda z, y: torch.bincount(y).sum(),
-        lambda z, y: torch.tensor(2.0),
-        lambda z, y: float(y.sum()),
-        lambda z, y: sum(y.tolist()),
-        lambda z, y: y.index_put((y > 0,), y[:1]).sum(),
-    ],
-)
-def test_the_watch_sees_what_waits(bad: Callable[[Tensor, Tensor], Any], tiny: Federation) -> None:
+BAD: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "item": lambda z, y: z.sum().item(),
+    "float": lambda z, y: float(y.sum()),
+    "if": lambda z, y: 1 if z.sum() > 0 else 2,
+    "tolist": lambda z, y: sum(y.tolist()),
+    "cpu": lambda z, y: z.cpu().sum(),
+    "mask": lambda z, y: z[y == 1].sum(),
+    "mask-put": lambda z, y: y.index_put((y > 0,), y[:1]).sum(),
+    "masked-select": lambda z, y: z.masked_select(z > 0).sum(),
+    "unique": lambda z, y: y.unique().sum(),
+    "nonzero": lambda z, y: torch.nonzero(y).sum(),
+    "where": lambda z, y: torch.where(y > 1)[0].sum(),
+    "bincount": lambda z, y: torch.bincount(y).sum(),
+    "tensor": lambda z, y: torch.tensor(2.0),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_the_watch_sees_what_waits(bad: str, tiny: Federation) -> None:
     class Bad(Method):
         def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
-            return super().loss(me, x, y) + 0 * bad(me.model(x), y)
+            return super().loss(me, x, y) + 0 * BAD[bad](me.model(x), y)
 
     with pytest.raises(Waited):
         train_watched(Bad(), tiny)
@@ -552,9 +550,17 @@ def first_float(state: State) -> tuple[str, Tensor]:
     return next((name, tensor) for name, tensor in state.items() if tensor.is_floating_point())
 
 
+@pytest.fixture(scope="session")
+def without(tiny: Federation) -> Straight:
+    """Each method's run in which that client does not answer."""
+    return cache(lambda name: train(method_of(name), config_of(train={"rounds": 3}), tiny, Dead))
+
+
 @every_method
 @pytest.mark.parametrize("kind", [NaNUpload, WrongShape, Missing, Unknown])
-def test_a_bad_upload_is_refused_by_name(name: str, kind: type[Tampered], straight: Straight, tiny: Federation) -> None:
+def test_a_bad_upload_is_refused_by_name(
+    name: str, kind: type[Tampered], straight: Straight, without: Straight, tiny: Federation
+) -> None:
     upload = straight(name).engine.result(2, "tinted").upload
     if not upload and kind is not Unknown:
         pytest.skip("sends nothing that could be bad")
@@ -566,7 +572,7 @@ def test_a_bad_upload_is_refused_by_name(name: str, kind: type[Tampered], straig
     assert run.snapshots[3].clients["tinted"] is run.snapshots[2].clients["tinted"]
     assert "tinted" not in run.records[3].up
     # The others are aggregated, as if this one had not answered at all.
-    assert_same_end(run, train(method_of(name), config_of(train={"rounds": 3}), tiny, Dead))
+    assert_same_end(run, without(name))
     if upload:
         assert not same(run.snapshots[3].server, run.snapshots[2].server)
 
@@ -652,7 +658,9 @@ def test_all_train_but_few_are_averaged(name: str, tiny: Federation) -> None:
 @every_method
 def test_all_are_told_but_few_train(name: str, tiny: Federation) -> None:
     """Who is told and does not train has then received, and nothing else."""
-    config = config_of(train={"rounds": 2}, clients={"participation": 0.34, "broadcast": "all", "train": "participants"})
+    config = config_of(
+        train={"rounds": 2}, clients={"participation": 0.34, "broadcast": "all", "train": "participants"}
+    )
     run = train(method_of(name), config, tiny)
     assert_sound(run)
     loop, before = run.loop, run.snapshots[1]
@@ -693,9 +701,7 @@ def test_nobody_is_left(name: str, tiny: Federation) -> None:
 @every_method
 @pytest.mark.parametrize("last", ["keep", "drop"])
 def test_a_client_smaller_than_a_batch_trains(name: str, last: str, tiny: Federation) -> None:
-    run = train(
-        method_of(name), config_of(train={"rounds": 1, "batch": 32, "last_batch": last}), cut(tiny, [2, 7, 33])
-    )
+    run = train(method_of(name), config_of(train={"rounds": 1, "batch": 32, "last_batch": last}), cut(tiny, [2, 7, 33]))
     assert_sound(run)
     for client in tiny.names:
         assert moved(run, client) > 1e-3
@@ -712,25 +718,26 @@ def test_without_norm_layers(name: str, head_layers: int, tiny: Federation) -> N
 
 
 @every_method
-@pytest.mark.parametrize("few", [1.0, 0.34])
-def test_batch_norm_policy(name: str, few: float, tiny: Federation) -> None:
-    """What travels under `local` is what travels under `shared` less all of batch norm, and so on; in both directions."""
+def test_batch_norm_policy(name: str, tiny: Federation) -> None:
+    """What travels under `local` is what travels under `shared` less all of batch norm, both ways; and so on."""
     crossing = {}
     for policy in ("shared", "local", "local-stats"):
-        model, clients = {"name": "lenet-bn", "head_layers": 2}, {"participation": few}
-        run = train(method_of(name), config_of(train={"bn": policy}, model=model, clients=clients), tiny)
+        config = config_of(
+            train={"bn": policy, "rounds": 3},
+            model={"name": "lenet-bn", "head_layers": 2},
+            clients={"participation": 0.67},
+        )
+        run = train(method_of(name), config, tiny)
         assert_sound(run)
         sent = [(r, c, "down", n) for r, of in run.engine.requests.items() for c in of for n in of[c].down]
-        sent += [(r, c, "up", n) for r in run.engine.answers for c in run.engine.answers[r] for n in _up(run, r, c)]
+        sent += [
+            (r, c, "up", n) for r, of in run.engine.answers.items() for c in of for n in run.engine.result(r, c).upload
+        ]
         crossing[policy] = set(sent)
     # In this model every norm layer is called bn1, bn2 or bn3, and nothing else is.
     statistics = ("running_mean", "running_var", "num_batches_tracked")
     assert crossing["local"] == {each for each in crossing["shared"] if ".bn" not in each[-1]}
     assert crossing["local-stats"] == {each for each in crossing["shared"] if not each[-1].endswith(statistics)}
-
-
-def _up(run: Trained, round: int, client: str) -> State:
-    return run.engine.result(round, client).upload
 
 
 @every_method
@@ -761,7 +768,7 @@ def test_adam(name: str, tiny: Federation) -> None:
 
 @every_method
 def test_channels_last(name: str, straight: Straight, tiny: Federation) -> None:
-    """Another memory format sums in another order: close to the plain run, and the same bits as itself after a resume."""
+    """Another memory format sums in another order: close to the plain run, and its own bits after a resume."""
     config = config_of(train={"rounds": 2}, run={"memory_format": "channels_last"})
     run = train(method_of(name), config, tiny)
     assert_sound(run)
@@ -775,23 +782,11 @@ def test_channels_last(name: str, straight: Straight, tiny: Federation) -> None:
 
 @every_method
 def test_clipped_gradients_move_little(name: str, straight: Straight, tiny: Federation) -> None:
-    """At a norm of 1e-4 at most, a step moves by at most lr * 1e-4 / (1 - momentum)."""
+    """A step moves by at most lr * clip / (1 - momentum) = 1e-5; no method makes a hundred of them in a round here."""
     run = train(method_of(name), config_of(train={"rounds": 1, "clip": 1e-4}), tiny)
     assert_sound(run)
-    for client in tiny.names:
-        steps = sum(len(values) for values in _losses(method_of(name), tiny, client))
-        assert 0 < moved(run, client) <= 1.01 * steps * 0.05 * 1e-4 / (1 - 0.5)
-        assert moved(straight(name), client) > 1e-2
-
-
-def _losses(method: Method, federation: Federation, client: str) -> list[list[Tensor]]:
-    """The loss of every step of a client's first round, pass by pass."""
-    config = config_of(train={"rounds": 1, "clip": 1e-4})
-    loop = loop_for(method, config, federation)
-    job = Job(method, config, loop.info, federation.clients[client], 0)
-    slot = open_slot(job)
-    client_round(job, None, method.send(loop.server, client, replace(loop.now(0), client=client)), slot)
-    return [values for name, values in slot.logs.items() if name.startswith("loss/")]
+    assert all(0 < moved(run, client) < 1e-3 for client in tiny.names)
+    assert all(moved(straight(name), client) > 1e-2 for client in tiny.names)
 
 
 @every_method

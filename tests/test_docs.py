@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import hashlib
 import re
 import runpy
 import shlex
 import subprocess
 import sys
+import tomllib
 import types
 import typing
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import typer
 import yaml
 
 import fedprism
-from fedprism.config import Config, ModelConfig, Named, plain, read, structure
-from fedprism.data import DATASETS
+from fedprism import cli
+from fedprism.config import MOMENTS, Config, ModelConfig, Named, override, plain, read, structure
+from fedprism.data import DATASETS, digits, folder, pictures
 from fedprism.data.folder import Options
 from fedprism.engines.passes import SCHEDULES
 from fedprism.federation import PARTITIONS, federation
-from fedprism.methods import METHODS
+from fedprism.methods import METHODS, make
 from fedprism.methods.base import Method
 from fedprism.models import MODELS
+from fedprism.records import Protocol
 from tests.helpers import Collect, loop_for
 
 ROOT = Path(__file__).parent.parent
@@ -82,7 +87,11 @@ def flow(value: Any) -> str:
     """A value as it is written in YAML, on one line; a name without settings is just the name."""
     if isinstance(value, Named) and not value.settings:
         value = value.name
-    return yaml.safe_dump(plain(value), default_flow_style=True, sort_keys=False, width=10_000).removesuffix("...\n").strip()
+    return (
+        yaml.safe_dump(plain(value), default_flow_style=True, sort_keys=False, width=10_000)
+        .removesuffix("...\n")
+        .strip()
+    )
 
 
 def values(f: dataclasses.Field[Any], kind: Any) -> str:
@@ -108,3 +117,247 @@ def assert_rows(page: Path, wanted: list[str]) -> None:
     lines = set(text_of(page).splitlines())
     missing = [line for line in wanted if line not in lines]
     assert not missing, f"{name_of(page)} should hold these lines:\n" + "\n".join(missing)
+
+
+def short_run(method: Method, rounds: int) -> Collect:
+    """What a short run of two clients with the documentation's model records."""
+    seen = Collect()
+    config = structure({"train": {"rounds": rounds}, "evaluate": {"moments": ["trained"]}}, Config)
+    loop_for(method, config, federation("digits-skew", clients=2, seed=0, samples=20)).run([seen])
+    return seen
+
+
+# --- pages -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_site_builds_strictly(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "site" / "methods" / "fedbn" / "index.html").is_file()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    prose = re.sub(r"`[^`\n]*`", "", BLOCK.sub("", text_of(page)))
+    targets = [target for target in LINK.findall(prose) if not target.startswith(("http://", "https://", "#"))]
+    gone = [target for target in targets if not (page.parent / target.partition("#")[0]).exists()]
+    assert not gone, f"{name_of(page)} links to what is not there: {gone}"
+
+
+def test_no_path_of_a_machine() -> None:
+    files = [*PAGES, ROOT / "mkdocs.yml", ROOT / "CITATION.cff", *DOCS.glob("*.py"), *(ROOT / "examples").iterdir()]
+    pattern = re.compile(r"(?<![\w.:/>-])(?:/(?:home|root|tmp|usr|opt|work|mnt|Users)/|[A-Z]:\\)\S*")
+    found = {name_of(f): m.group() for f in files if f.is_file() and (m := pattern.search(text_of(f)))}
+    assert not found
+
+
+def test_pictures_are_small() -> None:
+    sizes = {picture.name: picture.stat().st_size for picture in (DOCS / "assets").iterdir()}
+    assert "digits-skew.png" in sizes
+    assert max(sizes.values()) < 200_000, sizes
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+def test_every_configuration_key_is_explained() -> None:
+    assert_rows(DOCS / "configuration.md", rows(Config))
+
+
+@pytest.mark.parametrize("registry", [MODELS, PARTITIONS, SCHEDULES], ids=lambda r: r.kind)
+def test_settings_beside_a_name_are_explained(registry: Any) -> None:
+    lines = text_of(DOCS / "configuration.md").splitlines()
+    for name, cls in registry.items():
+        about = [line for line in lines if f"`{name}`" in line]
+        assert about, f"configuration.md says nothing of {registry.kind} {name}"
+        for f in dataclasses.fields(cls):
+            shown = "one a domain" if f.name == "clients" else f"`{flow(default_of(f))}`"
+            assert any(f"`{f.name}`" in line and shown in line for line in about), f"{name}: {f.name}, {shown}"
+
+
+def test_data_page() -> None:
+    page = DOCS / "data.md"
+    assert_rows(page, rows(Options))
+    text = text_of(page)
+    assert all(f"`{name}`" in text or f"`{name}:" in text for name in DATASETS)
+    assert all(f"`{suffix}`" in text for suffix in pictures.SUFFIXES)
+    assert all(f"| `{style}` |" in text for style in digits.STYLES)
+    assert f"more than {pictures.MAX_PIXELS:,} pixels" in text
+    assert f"{digits.TEST_SHARE:.0%} of a client's images are for the test".replace("%", " %") in text
+    assert f"fewer than {digits.LEAST_TRAIN} training images" in text
+    assert f"{folder.TEST_SHARE:.0%} of each client's images".replace("%", " %") in text
+
+
+def test_protocols_page() -> None:
+    text = text_of(DOCS / "protocols.md")
+    for moment in MOMENTS:
+        assert f"\n| `{moment}` |" in text
+    _, _, sources = text.partition("## Who uses which")
+    offered = [cell for line in sources.splitlines() for cell in re.findall(r"`([^`]+)`", line.rpartition(" | ")[2])]
+    assert len(offered) > 5
+    for protocol in offered:
+        Protocol.parse(protocol)
+
+
+def test_dependencies_have_reasons() -> None:
+    project = tomllib.loads(text_of(ROOT / "pyproject.toml"))["project"]
+    extras = project["optional-dependencies"]
+    wanted = [re.split(r"[<>=\[]", name)[0] for names in (project["dependencies"], *extras.values()) for name in names]
+    text = text_of(DOCS / "dependencies.md")
+    missing = [name for name in {*wanted, *extras} - {"fedprism"} if f"`{name}" not in text]
+    assert not missing
+
+
+# --- methods ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", METHODS)
+class TestMethodPage:
+    def test_says_what_the_code_says(self, name: str) -> None:
+        cls, page = METHODS[name], DOCS / "methods" / f"{name}.md"
+        text = text_of(page)
+        prose = " ".join(text.split())
+        assert_rows(page, rows(cls))
+        assert cls.paper[1:] in text
+        assert f"What others learn: {cls.reveals}." in prose
+        assert f"| tested at the moment | `{cls.moment}` |" in text
+        assert f"--method {name}\n" in text
+        if name != "local":
+            assert f"| batch norm | `{cls.bn}`" in text
+            assert f"| weights in the average | `{cls.weighting}`" in text
+        assert ("It has no global model." in prose) is not cls.has_global
+
+    def test_counts_bytes_and_names_logs_as_a_run_does(self, name: str) -> None:
+        text = " ".join(text_of(DOCS / "methods" / f"{name}.md").split())
+        record = short_run(METHODS[name](), 1).records[-1]
+        sent = BYTES.search(text)
+        assert sent, "the page should say: receives N bytes and sends N bytes"
+        assert {int(sent[1].replace(",", ""))} == set(record.down.values())
+        assert {int(sent[2].replace(",", ""))} == set(record.up.values())
+        logged = re.search(r"Logged each round: ([^.]*)\.", text)
+        assert logged
+        assert set(re.findall(r"`([^`]+)`", logged[1])) == {log for logs in record.logs.values() for log in logs}
+
+    def test_is_listed(self, name: str) -> None:
+        cls = METHODS[name]
+        assert f"| [`{name}`]({name}.md) | {cls.idea.rstrip('.')} | {cls.stays} |" in text_of(
+            DOCS / "methods" / "index.md"
+        )
+        assert f"| [`{name}`](docs/methods/{name}.md) |" in text_of(ROOT / "README.md")
+        assert f": methods/{name}.md\n" in text_of(ROOT / "mkdocs.yml")
+
+
+def test_lg_fedavg_sends_the_body_once_after_the_warm_up() -> None:
+    traffic = [(r.down["plain"], r.up["plain"]) for r in short_run(fedprism.LGFedAvg(warmup=1), 3).records[1:]]
+    assert traffic == [(191_936, 191_936), (191_936, 2_600), (2_600, 2_600)]
+
+
+def test_no_page_without_a_method() -> None:
+    assert {page.stem for page in (DOCS / "methods").glob("*.md")} == {*METHODS, "index"}
+
+
+# --- code in pages ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_python_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that begins with `import fedprism` is a whole program; others are parts of one, and must parse."""
+    ast.parse(code)
+    if code.startswith("import fedprism"):
+        monkeypatch.chdir(tmp_path)
+        file = tmp_path / "block.py"
+        file.write_text(code, encoding="utf-8")
+        runpy.run_path(str(file), run_name="__main__")
+
+
+def test_programs_are_run_at_all() -> None:
+    whole = [block for block in blocks("python") if block.values[0].startswith("import fedprism")]
+    assert {"README.md-1", "docs/getting-started.md-1", "docs/own-methods.md-1"} <= {block.id for block in whole}
+
+
+@pytest.mark.parametrize("code", blocks("yaml"))
+def test_yaml_is_a_configuration(code: str) -> None:
+    structure(yaml.safe_load(code), Config)
+
+
+@pytest.mark.parametrize("code", blocks("toml"))
+def test_toml_parses(code: str) -> None:
+    tomllib.loads(code)
+
+
+@pytest.mark.parametrize("code", blocks("console"))
+def test_commands_exist(code: str) -> None:
+    """Every command, option, `make` target, method, setting and protocol that a page tells a user to type."""
+    targets = re.findall(r"^([\w-]+):", text_of(ROOT / "Makefile"), flags=re.MULTILINE)
+    for line in code.splitlines():
+        words = shlex.split(line, comments=True)
+        if words and words[0] == "make":
+            assert words[1] in targets, line
+        elif words and words[0] == "fedprism":
+            check_command(words[1:])
+
+
+def check_command(words: list[str]) -> None:
+    name, *arguments = words[: words.index(">")] if ">" in words else words
+    commands: dict[str, Any] = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    given = commands[name].make_context(name, arguments).params  # an unknown option is an error here
+    Protocol.parse(given.get("protocol") or "own")
+    for name in (given.get("methods") or given.get("method") or "fedavg").split(","):
+        if not name.startswith("prox_bn.py"):  # the page's own program, which is run elsewhere
+            settings = [s for s in given.get("settings") or [] if not s.startswith("method.") or given.get("method")]
+            config = structure(override({}, [f"method={{name: {name}}}", *settings]), Config)
+            make(config.method)
+
+
+# --- examples and the house ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").iterdir()), ids=lambda p: p.name)
+def test_examples_parse(path: Path) -> None:
+    if path.suffix == ".py":
+        ast.parse(text_of(path))
+        assert len(text_of(path).splitlines()) <= 40 or path.name != "add_a_method.py"
+    elif path.suffix == ".yaml":
+        read(path)
+        assert text_of(path).startswith("# fedprism "), "the first line is the command that runs it"
+
+
+def test_one_file_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "examples" / "one_file_fedavg.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert [line.split()[0] for line in printed.splitlines()] == ["local", "fedavg", "fedbn"]
+
+
+def test_method_of_the_example_trains(tmp_path: Path) -> None:
+    method = make(Named(f"{ROOT / 'examples' / 'add_a_method.py'}:HeadMix", {"keep": 0.8}))
+    data = federation("digits-skew", clients=2, seed=0, samples=20)
+    run = fedprism.train(data, method=method, rounds=1, out=tmp_path / "run")
+    assert run.status == "finished"
+    assert run.record.config.method.settings == {"keep": 0.8}
+
+
+@pytest.mark.slow
+def test_method_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "examples" / "add_a_method.py"), run_name="__main__")
+    assert "headmix" in capsys.readouterr().out
+
+
+def test_licence_is_the_apache_text() -> None:
+    digest = hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest()
+    assert digest == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
+
+
+def test_citation_is_of_this_version() -> None:
+    citation = yaml.safe_load(text_of(ROOT / "CITATION.cff"))
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+    project = tomllib.loads(text_of(ROOT / "pyproject.toml"))["project"]
+    assert citation["version"] == project["version"] == fedprism.__version__
+    assert citation["license"] == project["license"]
+    assert citation["authors"] == [{"name": author["name"]} for author in project["authors"]]
+
+
+def test_changelog_has_room_for_the_next_change() -> None:
+    headings = re.findall(r"^## \[(.+?)\](.*)$", text_of(ROOT / "CHANGELOG.md"), flags=re.MULTILINE)
+    assert headings[0] == ("Unreleased", "")
+    assert all(re.fullmatch(r" - \d{4}-\d{2}-\d{2}", rest) for _, rest in headings[1:])

@@ -311,6 +311,12 @@ def test_clipping_bounds_the_step(three: Federation) -> None:
     assert moved == pytest.approx(0.01, rel=1e-3)
 
 
+def test_batch_norm_refuses_batches_of_one(three: Federation) -> None:
+    with pytest.raises(ConfigError, match="set train.batch to 2 or more"):
+        run(FedAvg(), config(model={"name": "lenet-bn"}, train={"rounds": 1, "batch": 1}), three)
+    assert run(FedAvg(), config(train={"rounds": 1, "batch": 1}), three)[2] == "finished"
+
+
 def test_unknown_schedule_and_its_settings() -> None:
     from fedprism.engines.passes import learning_rate
 

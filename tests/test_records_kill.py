@@ -1,7 +1,7 @@
 """`kill -9` at any moment: whatever is on disk then, a resume gives the same bits as the run that was never killed.
 
 The driver below imports once and forks: each child writes a run and sends itself SIGKILL at its n-th step, a step being
-a line of `fedprism/records` or an operation on a file. What it leaves is resumed, and some of the resumes are killed too.
+a line of `fedprism/records` or an operation on a file. What it leaves is resumed; some of the resumes are killed too.
 """
 
 from __future__ import annotations
@@ -75,12 +75,14 @@ def in_child(work: Callable[[], int]) -> int | None:
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
+        failed = 1
         try:
             os.write(write, str(work()).encode())
-            os._exit(0)
-        except BaseException:
+            failed = 0
+        except (Exception, KeyboardInterrupt):  # noqa: BLE001 - a forked child must not go on with its parent's work
             traceback.print_exc()
-            os._exit(1)
+        finally:
+            os._exit(failed)
     os.close(write)
     with os.fdopen(read) as pipe:
         answer = pipe.read()
@@ -93,7 +95,7 @@ def in_child(work: Callable[[], int]) -> int | None:
 
 
 def drive(work: Path, how: str, points: int, twice: int) -> None:
-    """Kill at `points` moments spread over a run (0: at every one), then resume; of these kill `twice` a second time."""
+    """Kill at `points` moments spread over a run (0: at every one), then resume; kill every `twice`-th resume too."""
     counter = {"steps": steps, "operations": operations}[how]
     config = toy_config(keep_rounds=(2,))
     straight = results(toy_run(work / "straight", config))
@@ -127,15 +129,15 @@ def run_driver(work: Path, *arguments: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("how", "points", "twice"),
     [
-        ("steps", 45, 3),
-        ("operations", 45, 3),
+        ("steps", 32, 3),
+        ("operations", 32, 3),
         pytest.param("steps", 1500, 2, marks=pytest.mark.slow),
         pytest.param("operations", 0, 2, marks=pytest.mark.slow),
     ],
 )
 def test_killed_anywhere_and_resumed_is_the_run_never_killed(tmp_path: Path, how: str, points: int, twice: int) -> None:
     done = run_driver(tmp_path, how, str(points), str(twice))
-    assert done["kills"] >= done["moments"] >= 45
+    assert done["kills"] >= done["moments"] >= 32
     assert set(done["left"]) >= {-1, 0, 1, 4, 8}  # from before there was a run to after its last round
 
 

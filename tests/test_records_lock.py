@@ -5,12 +5,13 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 
 from fedprism.errors import RecordError
-from fedprism.records import RunDirectory, read_run
+from fedprism.records import RunDirectory, read_run, run_status
 from tests.test_records_toy import results, toy_config, toy_run
 
 ROOT = Path(__file__).parent.parent
@@ -25,6 +26,15 @@ with RunDirectory.create(Path(sys.argv[1]), toy_config()) as directory:
     print("holding", flush=True)
     sys.stdin.readline()
     toy_rounds(directory.config, [directory.recorder()], None)
+"""
+
+# Writes a checkpoint every round.
+WRITER = """
+import sys
+from pathlib import Path
+from tests.test_records_toy import toy_config, toy_run
+print("ready", flush=True)
+toy_run(Path(sys.argv[1]), toy_config(rounds=60, checkpoint_every=1))
 """
 
 # Begins a run as soon as it is told to.
@@ -64,6 +74,27 @@ def test_a_second_process_is_refused_and_harms_nothing(tmp_path: Path) -> None:
     assert results(path) == results(toy_run(tmp_path / "straight"))
 
 
+def test_readers_never_see_a_half_written_run(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    writer = start(WRITER, path)
+    reads = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is damaged, and nothing may look so
+        while writer.poll() is None:
+            if run_status(path) is None:
+                continue
+            with RunDirectory.open(path) as reader:
+                latest, best = reader.latest(), reader.best()
+                assert latest is None or best is not None
+                rounds = [record.round for record in read_run(path).rounds]
+            assert rounds == list(range(len(rounds)))
+            reads += 1
+    writer.communicate()
+    assert writer.returncode == 0
+    assert reads > 5
+    assert read_run(path).status == "finished"
+
+
 def test_the_lock_of_a_killed_process_does_not_block(tmp_path: Path) -> None:
     path = tmp_path / "run"
     holder = start(HOLDER, path)
@@ -77,7 +108,7 @@ def test_the_lock_of_a_killed_process_does_not_block(tmp_path: Path) -> None:
 
 def test_a_race_for_a_new_directory_has_one_winner(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    racers = [start(RACER, path) for _ in range(3)]
+    racers = [start(RACER, path) for _ in range(2)]
     for racer in racers:
         assert racer.stdin is not None
         racer.stdin.write("\n")

@@ -51,7 +51,11 @@ def test_the_order_in_which_clients_finish_does_not_matter() -> None:
 
 def test_a_line_comes_back() -> None:
     back = decode(json.loads(encode(RECORD, ("a", "b"))), {"train": 1.0})
-    assert (back.round, back.cohort, back.failed, back.down, back.up) == (3, ("a", "b"), *[RECORD.failed, RECORD.down, RECORD.up])
+    assert (back.round, back.cohort, back.failed, back.down, back.up) == (
+        3,
+        ("a", "b"),
+        *[RECORD.failed, RECORD.down, RECORD.up],
+    )
     assert back.scores["trained"]["test"]["a"] == Score(3, 4, 0.1 + 0.2)
     assert math.isnan(back.scores["trained"]["test"]["b"].loss)
     assert math.isnan(back.logs["b"]["alpha"])
@@ -141,7 +145,9 @@ def test_what_is_after_the_checkpoint_is_cut_off(tmp_path: Path) -> None:
     config = toy_config(checkpoint_every=100)
     path = toy_run(tmp_path / "run", config, until=4)
     extra = (path / "metrics.jsonl").read_bytes().splitlines(keepends=True)[-1]
-    damage(path / "metrics.jsonl", lambda data: data + extra.replace(b'"round":4', b'"round":5').replace(b"104", b"999"))
+    damage(
+        path / "metrics.jsonl", lambda data: data + extra.replace(b'"round":4', b'"round":5').replace(b"104", b"999")
+    )
     assert len(read_run(path).rounds) == 6
     toy_run(path)
     assert results(path) == results(toy_run(tmp_path / "straight", config))

@@ -51,7 +51,7 @@ def test_a_run_is_read_back(tmp_path: Path) -> None:
     run = read_run(str(toy_run(tmp_path / "run")))
     assert (run.status, run.method, run.seed, run.moment, run.diverged) == ("finished", "toy", 0, "received", False)
     assert (run.clients, run.class_names, run.shape) == (CLIENTS, CLASSES, (3, 16, 16))
-    assert run.samples == {name: (20, 10, 30) for name in CLIENTS}
+    assert run.samples == dict.fromkeys(CLIENTS, (20, 10, 30))
     assert run.parameters == dict.fromkeys(CLIENTS, 9)
     assert run.config == toy_config()
     assert [record.round for record in run.rounds] == list(range(8))
@@ -294,7 +294,9 @@ def test_an_edited_configuration_is_refused_by_key_with_both_values(tmp_path: Pa
     text = (path / "config.yaml").read_text()
     (path / "config.yaml").write_text("# a comment changes nothing\n" + text)
     RunDirectory.open(path, write=True).close()
-    (path / "config.yaml").write_text(text.replace("rounds: 7", "rounds: 9").replace("name: fedavg", "name: fedprox\n  mu: 0.1"))
+    (path / "config.yaml").write_text(
+        text.replace("rounds: 7", "rounds: 9").replace("name: fedavg", "name: fedprox\n  mu: 0.1")
+    )
     with pytest.raises(RecordError) as error:
         RunDirectory.open(path, write=True)
     for line in (
@@ -337,7 +339,9 @@ def test_any_configuration_is_itself_after_a_round_trip(tmp_path: Path) -> None:
     RunDirectory.create(tmp_path / "run", config).close()
     with RunDirectory.open(tmp_path / "run", write=True, expect=config) as directory:
         assert directory.config == config
-    python = Config(method=Named("x", {"steps": (1, 2)}), evaluate=EvaluateConfig(moments=("global",)), model=ModelConfig())
+    python = Config(
+        method=Named("x", {"steps": (1, 2)}), evaluate=EvaluateConfig(moments=("global",)), model=ModelConfig()
+    )
     RunDirectory.create(tmp_path / "python", python).close()
     RunDirectory.open(tmp_path / "python", write=True, expect=python).close()
 

@@ -1,7 +1,7 @@
 """A toy run for the tests of records: rounds whose scores depend on every bit of the states before them.
 
 It stands in for the round loop, so that a directory can be written, killed and resumed in milliseconds. Half of the
-clients take part in a round, the order of a state's names matters, and every kind of tensor that a state may hold occurs.
+clients take part in a round, the order of a state's names matters, and several kinds of tensors occur, shared ones too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def toy_plan(config: Config, first: int = 0) -> Plan:
         config=config,
         method="toy",
         clients=CLIENTS,
-        samples={name: (20, 10, 30) for name in CLIENTS},
+        samples=dict.fromkeys(CLIENTS, (20, 10, 30)),
         class_names=CLASSES,
         parameters=dict.fromkeys(CLIENTS, 9),
         rounds=config.train.rounds,
@@ -91,7 +91,7 @@ def toy_rounds(config: Config, callbacks: list[Callback], start: Snapshot | None
             "trained": {s: {n: toy_score(known[n], s, n, round) for n in cohort} for s in ("validation", "test")},
         }
         logs = {name: {"loss": float(known[name]["alpha"]), "nan": float("nan")} for name in reversed(cohort)}
-        size = {name: 100 + round for name in reversed(cohort)}
+        size = dict.fromkeys(reversed(cohort), 100 + round)
         record = RoundRecord(round, tuple(cohort), {}, size, size, logs, scores, {"train": 0.25, "total": 0.5})
         for callback in callbacks:
             callback.round(record, Snapshot(round, dict(server), dict(states)))

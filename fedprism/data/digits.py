@@ -122,12 +122,12 @@ def _written(digits: Tensor, size: int, rng: Rng, turn: float = 0) -> Tensor:
     """[n, 1, 8, 8] -> [n, 1, size, size]: each digit at a size and place of its own, turned by up to `turn` degrees."""
     n = len(digits)
     angle = _uniform(rng, n, -turn, turn).flatten() * (np.pi / 180)
-    shrink = _uniform(rng, n, 1.0, 1.15).flatten()
+    shrink = _uniform(rng, n, 1.0, 1.2).flatten()
     place = torch.zeros(n, 2, 3)
     place[:, 0, 0] = place[:, 1, 1] = angle.cos() * shrink
     place[:, 1, 0] = angle.sin() * shrink
     place[:, 0, 1] = -place[:, 1, 0]
-    place[:, :, 2] = _uniform(rng, n, -0.1, 0.1, 2).flatten(1)
+    place[:, :, 2] = _uniform(rng, n, -0.13, 0.13, 2).flatten(1)
     grid = affine_grid(place, [n, 1, size, size], align_corners=False)
     return grid_sample(digits, grid, mode="bicubic", align_corners=False).clamp(0, 1)
 

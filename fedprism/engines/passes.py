@@ -36,7 +36,7 @@ def run_pass(me: Me, each: Pass, now: Now, config: Config) -> Now:
 
 
 def _fit(me: Me, each: Pass, now: Now, config: Config) -> int:
-    trained = _prepare(me.model, each)
+    trained = _prepare(me.model, each, config.train)
     settings = replace(config.train.optimizer, **each.optimizer)
     optimizer = make_optimizer(settings, trained, learning_rate(config.train, now.round, settings.lr))
     split, step = now.local.split(each.data), 0
@@ -72,7 +72,7 @@ def _sweep(me: Me, each: Pass, now: Now, config: Config) -> int:
     return step
 
 
-def _prepare(model: nn.Module, each: Pass) -> list[nn.Parameter]:
+def _prepare(model: nn.Module, each: Pass, train: TrainConfig) -> list[nn.Parameter]:
     """Switch gradients and modes for this pass; norm layers of which nothing is trained run in eval mode."""
     names = None if each.trains is None else set(each.trains)
     trained = []
@@ -86,6 +86,10 @@ def _prepare(model: nn.Module, each: Pass) -> list[nn.Parameter]:
     for prefix, module in model.named_modules():
         if isinstance(module, _NormBase) and names is not None:
             module.train(any(f"{prefix}.{leaf}" in names for leaf in module.state_dict()))
+        if isinstance(module, _NormBase) and module.training and (each.batch or train.batch) < each.least:
+            raise ConfigError(
+                "train.batch is 1, but batch norm cannot train on one image; set train.batch to 2 or more."
+            )
     return trained
 
 

@@ -18,6 +18,7 @@ from fedprism.errors import ConfigError
 from fedprism.federation.splits import Indices
 from fedprism.registry import Registry
 
+# A configuration does not tell a default that was left alone from the same number written down.
 _DEFAULT = DataConfig().partition.settings.get("clients")
 
 

@@ -141,7 +141,7 @@ class Checkpoints:
 
     def save(self, snapshot: Snapshot, keep: Collection[int]) -> None:
         """Write a checkpoint, then `prune`."""
-        self.files.mkdir(parents=True, exist_ok=True)
+        self.files.mkdir(exist_ok=True)  # without parents: a run directory that was deleted must not come back half
         server = self._store(_SERVER, snapshot.server)
         clients = {n: None if s is None else self._store(n, s) for n, s in snapshot.clients.items()}
         atomic.sync_folder(self.files)

@@ -167,7 +167,7 @@ def _choose(
     if protocol.last:
         trained = [round for round in tested if round > 0] or list(tested)  # the first state is no result of training
         if len(trained) < protocol.last:
-            notes.append(f"only {len(trained)} evaluated rounds")
+            notes.append(f"{len(trained)} instead of {protocol.last} evaluated rounds")
         return tuple(trained[-protocol.last :])
     if protocol.when == "last":
         return (tested[-1],)

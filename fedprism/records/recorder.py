@@ -87,6 +87,7 @@ class Recorder(Callback):
         with self._writing("the run directory"):
             self._metrics.open(self._safe)
             self._timings.open(self._safe)
+            self._checkpoints.folder.mkdir(exist_ok=True)
             atomic.sync_folder(self.path)
             self._info = {**info, **runfile.facts(plan), "status": "running", "ended": None}
             if self._safe >= 0:

@@ -104,8 +104,8 @@ class RunDirectory:
 
     def best(self) -> Snapshot | None:
         """The checkpoint of the best round by mean validation accuracy; the newest one where there is no such round."""
-        record = self.record()
         rounds = self._checkpoints.rounds()
+        record = self.record()
         best = Best(record.moment)
         for entry in record.rounds:
             if rounds and entry.round <= rounds[-1]:  # a better one that was not saved yet is still to come
@@ -114,6 +114,8 @@ class RunDirectory:
             try:
                 return self.at(best.round)
             except RecordError as error:
+                if self._checkpoints.rounds() != rounds:
+                    return self.best()  # the run goes on, and has a better one now
                 warnings.warn(f"{error} The newest checkpoint is used instead.", RecordWarning, stacklevel=2)
         return self.latest()
 

@@ -1,4 +1,4 @@
-"""What there is to know of a method before it is run: paper, idea, what stays, settings, and the bytes that it sends."""
+"""What there is to know of a method before it is run: its settings, its size as code, and the bytes that it sends."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def traffic(method: Method, model: ModelConfig, classes: int, size: int, rounds: int) -> tuple[Traffic, Traffic]:
-    """What a client is sent and sends in the first and in the last of `rounds` rounds, counted in real rounds on noise."""
+    """What a client is sent and sends in the first and the last of `rounds` rounds, counted in real rounds on noise."""
     config = structure({"train": {"rounds": rounds}, "evaluate": {"moments": []}}, Config)
     config = dataclasses.replace(config, model=model)
     federation = _noise(classes, size)

@@ -1,20 +1,20 @@
 """Figures from records, drawn with matplotlib (extra `report`): accuracy over rounds, and each client's gain.
 
-A figure for the page is an SVG whose colours are CSS variables, so that it follows the page into the dark; a figure for a
-file has the colours of the light theme.
+A figure for the page is an SVG whose colours are CSS variables, so that it follows the page into the dark; a figure for
+a file has the colours of the light theme.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from io import BytesIO, StringIO
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any, Iterator
+from typing import TYPE_CHECKING, Any
 
 from fedprism.errors import FedprismError
 from fedprism.records import Protocol, RunRecord, atomic
@@ -47,7 +47,7 @@ class Theme:
     series: tuple[str, ...]
 
 
-_PLAIN = Theme(*(INKS[role][0] for role in ("ink", "muted", "grid")), LIGHT)
+_PLAIN = Theme(INKS["ink"][0], INKS["muted"][0], INKS["grid"][0], LIGHT)
 _STAND_INS = Theme("#000001", "#000002", "#000003", tuple(f"#00001{i}" for i in range(len(LIGHT))))
 
 
@@ -139,15 +139,18 @@ def _draw_curves(axes: Axes, lines: Mapping[str, Curve], theme: Theme) -> None:
         if any(curve.deviation):
             low = [100 * (m - d) for m, d in zip(curve.mean, curve.deviation, strict=True)]
             high = [100 * (m + d) for m, d in zip(curve.mean, curve.deviation, strict=True)]
-            axes.fill_between(curve.rounds, low, high, color=colour, alpha=0.14, linewidth=0, zorder=2)
+            axes.fill_between(
+                curve.rounds, low, high, color=colour, alpha=0.14 if len(lines) <= 7 else 0.06, linewidth=0, zorder=2
+            )
     last = max((curve.rounds[-1] for curve in lines.values()), default=1)
     top = 100 * max((max(curve.mean) for curve in lines.values()), default=1.0)
     axes.set_xlim(0, max(last, 1))
     axes.set_ylim(0, min(100.0, 5 * (top // 5 + 2)))
+    axes.xaxis.get_major_locator().set_params(integer=True)
     _plain_axes(axes, theme)
     axes.set_xlabel("round", color=theme.muted, fontsize=9.5)
     axes.yaxis.set_major_formatter("{x:.0f} %")
-    inches = axes.get_position().height * axes.figure.get_size_inches()[1]
+    inches = axes.get_window_extent().height / axes.figure.dpi
     gap = (axes.get_ylim()[1] - axes.get_ylim()[0]) * 0.17 / inches  # a line of text, in units of the axis
     ends = {label: 100 * curve.mean[-1] for label, curve in lines.items()}
     for label, place in _apart(ends, gap, axes.get_ylim()).items():
@@ -264,7 +267,7 @@ def _apart(ends: Mapping[str, float], gap: float, limits: tuple[float, float]) -
             _, lower = blocks.pop()
             joined = [*lower, *upper]
             blocks.append((fmean(ends[name] for name in joined), joined))
-    places = {}
+    places: dict[str, float] = {}
     for centre, labels in blocks:
         half = gap * (len(labels) - 1) / 2
         centre = min(max(centre, limits[0] + half), max(limits[1] - half, limits[0] + half))
@@ -305,7 +308,7 @@ def _undated(suffix: str) -> dict[str, Any]:
 
 
 def _inline(figure: Any, name: str, says: str) -> str:
-    """The figure as SVG that can stand in a page: no prologue, no outside names, ids of its own, colours of the page."""
+    """The figure as SVG that can stand in a page: no prologue, no outside names, ids of its own, the page's colours."""
     out = StringIO()
     figure.savefig(out, format="svg", transparent=True, metadata=_undated(".svg"))
     svg = out.getvalue()

@@ -1,4 +1,4 @@
-"""One grid of texts, written as plain text, Markdown, LaTeX, HTML or for a terminal. What is in it is table.py's business."""
+"""One grid of texts, written as plain text, Markdown, LaTeX, HTML or for a terminal; table.py says what is in it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Grid:
 
 def terminal(grid: Grid, stars: bool) -> RichTable:
     """The rows for rich; `stars` marks the best with a star where bold cannot be seen."""
-    table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1), header_style="bold")
     for place, name in enumerate(grid.header):
         table.add_column(Text(name), justify="right" if place else "left", no_wrap=True)
     room = " " if stars and any(entry.best for row in grid.rows for entry in row) else ""  # keeps the digits in line

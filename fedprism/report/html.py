@@ -1,4 +1,4 @@
-"""One self-contained page about some runs: table, curves, gains, pictures, traffic, configuration. Nothing is loaded from outside."""
+"""One self-contained page about some runs: table, curves, gains, pictures, traffic, configuration."""
 
 from __future__ import annotations
 
@@ -146,10 +146,10 @@ def _traffic(records: Sequence[RunRecord]) -> str:
     """Bytes a client and round, and the time of a round."""
     rows = []
     for label, group in grouped(records).items():
-        down = [size for record in group for each in record.rounds for size in each.down.values()]
-        up = [size for record in group for each in record.rounds for size in each.up.values()]
+        to = [size for record in group for each in record.rounds for size in each.down.values()]
+        back = [size for record in group for each in record.rounds for size in each.up.values()]
         seconds = [s for record in group for each in record.rounds[1:] if (s := each.seconds.get("total")) is not None]
-        rows.append((label, fmean(down or [0]), fmean(up or [0]), (sum(down) + sum(up)) / len(group), seconds))
+        rows.append((label, fmean(to or [0]), fmean(back or [0]), (sum(to) + sum(back)) / len(group), seconds))
     longest = max(max(down, up) for _, down, up, _, _ in rows) or 1
     lines = ['<div class="wide"><table class="traffic">']
     head = ("method", "to a client, a round", "from a client, a round", "all clients, whole run", "seconds a round")
@@ -168,7 +168,7 @@ def _bar(share: float) -> str:
 
 def _settings(records: Sequence[RunRecord]) -> str:
     first = records[0]
-    machine, versions = first.info.get("machine", {}), first.info.get("versions", {})
+    train, machine, versions = first.config.train, first.info.get("machine", {}), first.info.get("versions", {})
     parameters = sorted(set(first.parameters.values()))
     model = first.config.model.name if first.config.model.per_client is None else "one a client"
     facts = {
@@ -176,7 +176,7 @@ def _settings(records: Sequence[RunRecord]) -> str:
         "seeds": ", ".join(str(seed) for seed in sorted({record.seed for record in records})),
         "data": f"{first.config.data.name}, {len(first.clients)} clients, {len(first.class_names)} classes",
         "model": f"{model}, " + " or ".join(f"{count:,}" for count in parameters) + " parameters a client",
-        "rounds": f"{first.config.train.rounds}, {first.config.train.epochs} local epochs, batch {first.config.train.batch}",
+        "rounds": f"{train.rounds}, {train.epochs} local epochs, batch {train.batch}",
         "versions": ", ".join(f"{name} {value}" for name, value in versions.items()),
         "machine": ", ".join(f"{name}: {value}" for name, value in machine.items() if value is not None),
         "begun, ended": f"{first.info.get('started')}, {max(str(r.info.get('ended') or '–') for r in records)}",
@@ -234,7 +234,8 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; width: 10
 th, td { padding: .42rem .5rem; text-align: right; white-space: nowrap; }
 th:first-child { text-align: left; padding-left: 0; }
 thead th { border-bottom: 2px solid var(--grid); font-weight: 600; color: var(--muted); font-size: .9rem; }
-tbody th { font-weight: 500; } td small { color: var(--muted); font-size: .8em; } td.up small, td.down small { color: inherit; }
+tbody th { font-weight: 500; }
+td small { color: var(--muted); font-size: .8em; } td.up small, td.down small { color: inherit; }
 tbody tr + tr > * { border-top: 1px solid var(--grid); }
 tbody tr:hover > * { background: var(--tint); }
 .up { color: var(--series-2); } .down { color: var(--series-1); }

@@ -46,7 +46,7 @@ class Progress(Callback):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        self._hide()
 
     def begin(self, plan: Plan) -> None:
         if plan.method in self._waiting:
@@ -69,19 +69,21 @@ class Progress(Callback):
         self._last, self._round = now, record.round
         for standing in self._standings:  # the test images only where there are none for validation
             if standing.see(record) and standing.accuracy():
-                where = f"{standing.split} accuracy, {self._plan.moment}"
-                self._accuracy = f"{100 * mean(standing.accuracy()):.1f} % {where}"
+                shown = f"{100 * mean(standing.accuracy()):.1f} %"
+                self._accuracy = f"{shown} {standing.split} ({self._plan.moment})"
                 break
         self._show()
 
     def end(self, status: Status) -> None:
-        self._bar.stop()
+        self._hide()
         took = time.monotonic() - self._begun
         if status == "diverged":
             self.console.print(Text(f"{self._name()} diverged in round {self._round}.", style="yellow"))
         elif not self.console.is_terminal and status == "finished":
             figures = f", {self._accuracy}" if self._accuracy else ""
-            self.console.print(f"{self._name()}: {self._round} rounds{figures}, {took:.0f} s", highlight=False, soft_wrap=True)
+            self.console.print(
+                f"{self._name()}: {self._round} rounds{figures}, {took:.0f} s", highlight=False, soft_wrap=True
+            )
 
     def seconds_left(self) -> float | None:
         """Of this run and of those that wait; None before the first round is through."""
@@ -109,6 +111,10 @@ class Progress(Callback):
             round=f"round {self._round}/{self._plan.rounds}",
             accuracy=self._accuracy,
         )
+
+    def _hide(self) -> None:
+        if self._bar.live.is_started:  # stopping what never ran would print an empty line
+            self._bar.stop()
 
     def _name(self) -> str:
         return f"{self._plan.method}, seed {self._plan.config.seed}" if self._several_seeds else self._plan.method

@@ -1,10 +1,10 @@
-"""Tables from records: a row a method; a column a client, the mean, the worst client and the gain over training alone."""
+"""Tables from records: a row a method; columns for clients, mean, worst client and the gain over training alone."""
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import StringIO
 from typing import Any
@@ -47,12 +47,13 @@ class Table:
         return (*(_client(name) for name in self.clients), "mean", "worst", GAIN)
 
     def best(self, column: str) -> frozenset[str]:
-        """The labels of the rows whose figure is the highest as it is printed; runs that are no whole runs do not compete."""
-        shown = {r.label: round(100 * r.figures[column].mean, 1) for r in self.rows if column in r.figures and not r.mark}
+        """The labels of the rows with the highest figure as printed; diverged and unfinished ones do not compete."""
+        whole = [row for row in self.rows if column in row.figures and not row.mark]
+        shown = {row.label: round(100 * row.figures[column].mean, 1) for row in whole}
         return frozenset(label for label, value in shown.items() if value == max(shown.values()) and len(self.rows) > 1)
 
-    def grid(self, clients: bool | None = None, deviations: bool = True) -> Grid:
-        """Texts to print. `clients`: their columns too (None: where they are few); `deviations`: in them as well."""
+    def grid(self, clients: bool | None = None, deviations: Collection[str] | None = None) -> Grid:
+        """Texts to print; with columns of clients (None: of a few), with deviations in some columns (None: in all)."""
         few = len(self.clients) <= MANY
         with_clients = few if clients is None else clients
         columns = [c for c in self.columns if with_clients or not c.startswith(_client(""))]
@@ -61,8 +62,8 @@ class Table:
         for row in self.rows:
             cells = [Entry(row.label + row.mark)]
             for column in columns:
-                whole = deviations or not column.startswith(_client(""))
-                cells.append(_entry(row.figures.get(column), column, row.label in best[column], whole))
+                with_deviation = deviations is None or column in deviations
+                cells.append(_entry(row.figures.get(column), column, row.label in best[column], with_deviation))
             rows.append(tuple(cells))
         left_out = f"Columns of {len(self.clients)} clients are left out here; the CSV has them."
         notes = self.notes if with_clients else (*self.notes, left_out)
@@ -70,11 +71,12 @@ class Table:
         return Grid(header, tuple(rows), notes)
 
     def __rich__(self) -> Fitting:
-        whole = self.grid()
+        if len(self.clients) > MANY:
+            return Fitting((self.grid(),))
+        narrower = [self.grid(deviations=columns) for columns in (("mean", "worst", GAIN), ("mean", GAIN), ("mean",))]
         narrow = "The terminal is too narrow for the columns of the clients."
         without = replace(self.grid(clients=False), notes=(*self.notes, narrow))
-        few = len(self.clients) <= MANY
-        return Fitting((whole, self.grid(deviations=False), without) if few else (whole,))
+        return Fitting((self.grid(), *narrower, without))
 
     def __str__(self) -> str:
         return formats.text(self.grid())
@@ -164,8 +166,8 @@ def _grouped(records: Sequence[RunRecord]) -> dict[str, dict[int, RunRecord]]:
         group = groups.setdefault(_key(record, without=("seed", "run")), {})
         if record.seed in group:
             raise RecordError(
-                f"{record.path} and {group[record.seed].path} are the same run twice: {record.method} with seed {record.seed}. "
-                "Name one of them."
+                f"{record.path} and {group[record.seed].path} are the same run twice: {record.method} with seed "
+                f"{record.seed}. Name one of them."
             )
         group[record.seed] = record
     return groups
@@ -174,11 +176,11 @@ def _grouped(records: Sequence[RunRecord]) -> dict[str, dict[int, RunRecord]]:
 def _labels(groups: Mapping[str, Mapping[int, RunRecord]]) -> dict[str, str]:
     """Each group's method and, where a method occurs more than once, the settings that tell its groups apart."""
     first = {key: next(iter(group.values())) for key, group in groups.items()}
-    flat = {key: _flat(plain(replace(record.config, seed=0))) for key, record in first.items()}
+    flat = {key: _flat(json.loads(_key(record, without=("seed", "run")))) for key, record in first.items()}
     labels = {}
     for key, record in first.items():
         same = [flat[other] for other, its in first.items() if its.method == record.method]
-        paths = [path for path in flat[key] if not path.startswith("run.") and len({str(f.get(path)) for f in same}) > 1]
+        paths = [path for path in flat[key] if len({str(each.get(path)) for each in same}) > 1]
         settings = ", ".join(f"{path.removeprefix('method.')}={flat[key][path]}" for path in paths)
         labels[key] = f"{record.method} ({settings})" if settings else record.method
     return labels

@@ -1,0 +1,190 @@
+"""Every method against its independent reference in `tests/reference/`, which was written from the paper's equations.
+
+Both are given the same first weights, the same batches in the same order and the same participants; what is compared is
+every client's scores on images that nobody trained on. The two sum in different orders (a mean as a sum of shares or of
+scaled parts, SCAFFOLD's correction as a term of the loss or of the gradient), so they agree up to the rounding of float32:
+about 1e-6 of a score. The network is smooth, because at a kink (ReLU, maximum pooling) a rounding error can turn a whole
+gradient: there both would differ by 1e-2 now and then, and so do two runs of one reference whose first weights differ by
+1e-7. `test_tolerances_tell_methods_apart` shows that the mistakes one could make are far larger than the tolerance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedprism import keys
+from fedprism.config import Config, structure
+from fedprism.engines.client import Job, client_receive
+from fedprism.engines.loop import Loop, draw_cohort
+from fedprism.engines.passes import batches, inputs, keyed_draw
+from fedprism.federation import Federation, Split
+from fedprism.methods import METHODS
+from fedprism.methods.base import load
+from fedprism.models import MODELS
+from fedprism.models.base import Block, Family
+from tests.helpers import loop_for
+from tests.reference.common import Setup
+
+CLOSE: dict[str, float] = {"rtol": 2e-5, "atol": 2e-5}
+HYPER: dict[str, dict[str, Any]] = {
+    "fedprox": {"mu": 0.5},
+    "fedrep": {"head_epochs": 2, "body_epochs": 1},
+    "lg-fedavg": {"warmup": 1},
+    "ditto": {"lam": 0.7},
+    "fedproto": {"lam": 2.0},
+    "fedrod": {"gamma": 1.0},
+}
+# What a method must not be taken for: the same with its idea switched off, or its nearest relative.
+RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
+    "local": ("fedavg", {}),
+    "fedavg": ("local", {}),
+    "fedprox": ("fedprox", {"mu": 0.4}),
+    "fedbn": ("silobn", {}),
+    "silobn": ("fedavg", {}),
+    "fedper": ("fedavg", {}),
+    "fedrep": ("fedper", {}),
+    "lg-fedavg": ("lg-fedavg", {"warmup": 2}),
+    "ditto": ("ditto", {"lam": 0.6}),
+    "scaffold": ("fedavg", {}),
+    "fedproto": ("fedproto", {"lam": 1.5}),
+    "fedrod": ("fedrod", {"gamma": 0.9}),
+}
+NETWORKS: dict[str, dict[str, Any]] = {
+    "plain": {"name": "smooth", "norm": False},
+    "norm": {"name": "smooth"},
+    "norm-2": {"name": "smooth", "head_layers": 2},  # batch norm in the head too
+}
+
+
+@dataclass(frozen=True)
+class Smooth(Family):
+    """A convolution and two fully connected layers without a kink, with or without batch norm."""
+
+    norm: bool = True
+
+    def blocks(self, classes: int, shape: tuple[int, int, int]) -> list[Block]:
+        width = 8 * (shape[1] // 4) * (shape[2] // 4)
+        blocks: list[Block | None] = [
+            ("conv", nn.Conv2d(shape[0], 8, 5, padding=2)),
+            ("bn1", nn.BatchNorm2d(8)) if self.norm else None,
+            ("tanh1", nn.Tanh()),
+            ("pool", nn.AvgPool2d(4)),
+            ("flatten", nn.Flatten()),
+            ("fc1", nn.Linear(width, 16)),
+            ("bn2", nn.BatchNorm1d(16)) if self.norm else None,
+            ("tanh2", nn.Tanh()),
+            ("fc2", nn.Linear(16, classes)),
+        ]
+        return [block for block in blocks if block is not None]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _smooth_networks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MODELS._items, "smooth", Smooth)
+        yield
+
+
+@pytest.fixture(scope="module")
+def unequal(tiny: Federation) -> Federation:
+    """Clients of 40, 23 and 9 training images; the last lacks some of the ten classes."""
+    clients = {}
+    for (name, data), size in zip(tiny.clients.items(), (40, 23, 9), strict=True):
+        clients[name] = replace(data, train=Split(data.train.x[:size], data.train.y[:size]))
+    assert (clients["textured"].class_counts() == 0).any()
+    return replace(tiny, clients=clients)
+
+
+def config_of(model: str, participation: float) -> Config:
+    raw = {
+        "seed": 3,
+        "model": NETWORKS[model],
+        "train": {"rounds": 3, "epochs": 2, "batch": 11, "optimizer": {"lr": 0.05, "momentum": 0.5}},
+        "clients": {"participation": participation},
+        "evaluate": {"every": 3},
+    }
+    return structure(raw, Config)
+
+
+def trained(name: str, config: Config, federation: Federation) -> Loop:
+    """The package's run."""
+    loop = loop_for(structure(HYPER.get(name, {}), METHODS[name], "method"), config, federation)
+    assert loop.run([]) == "finished"
+    return loop
+
+
+def scores_of(loop: Loop, client: str) -> Tensor:
+    """The client's scores `[images, classes]` on its test images at the moment `received`, after the last round."""
+    method, info, config = loop.method, loop.info, loop.config
+    rounds, data = config.train.rounds, loop.federation.clients[client]
+    down = method.send(loop.server, client, replace(loop.now(rounds), client=client))
+    model = method.build(info.archs[client], client, info, info.seed)
+    load(model, client_receive(Job(method, config, info, data, rounds), loop.states[client], down))
+    model.eval()
+    with torch.no_grad():
+        return method.predict(model, inputs(data.test.x, config), keyed_draw(torch.device("cpu"), "test"))
+
+
+def reference(name: str, hyper: dict[str, Any], loop: Loop) -> list[Tensor]:
+    """The reference's scores of every client, for the same federation and configuration."""
+    config, info = loop.config, loop.info
+    parts = list(loop.federation.clients.values())
+    train = [(inputs(data.train.x, config), data.train.y) for data in parts]
+
+    def in_order(round: int, client: int, epoch: int) -> list[tuple[Tensor, Tensor]]:
+        order = keys.generator(info.seed, "batches", "", round, info.clients[client], epoch)
+        x, y = train[client]
+        return [(x[rows], y[rows]) for rows in batches(len(y), config.train.batch, "keep", 2, order)]
+
+    setup = Setup(
+        models=[info.arch.model(info.seed) for _ in parts],
+        batches=in_order,
+        train=train,
+        rounds=config.train.rounds,
+        epochs=config.train.epochs,
+        lr=config.train.optimizer.lr,
+        momentum=config.train.optimizer.momentum,
+        samples=[len(y) for _, y in train],
+        participants=lambda round: [info.clients.index(c) for c in draw_cohort(config.clients, info, round)],
+    )
+    run = import_module(f"tests.reference.{name.replace('-', '_')}").run
+    return [score(inputs(data.test.x, config)) for score, data in zip(run(setup, **hyper), parts, strict=True)]
+
+
+def test_every_method_has_a_reference_and_a_relative() -> None:
+    assert set(RELATIVES) == set(METHODS)
+    assert set(HYPER) <= set(METHODS)
+
+
+def test_some_rounds_miss_some_clients(unequal: Federation) -> None:
+    """Of the partial participation below: all cohorts are of two, and not the same two."""
+    loop = loop_for(METHODS["fedavg"](), config_of("plain", 0.67), unequal)
+    cohorts = {draw_cohort(loop.config.clients, loop.info, round) for round in range(3)}
+    assert {len(cohort) for cohort in cohorts} == {2}
+    assert len(cohorts) > 1
+
+
+@pytest.mark.parametrize("participation", [1.0, 0.67])
+@pytest.mark.parametrize("model", NETWORKS)
+@pytest.mark.parametrize("name", list(METHODS))
+def test_method_agrees_with_its_reference(name: str, model: str, participation: float, unequal: Federation) -> None:
+    loop = trained(name, config_of(model, participation), unequal)
+    expected = reference(name, HYPER.get(name, {}), loop)
+    for client, scores in zip(loop.info.clients, expected, strict=True):
+        torch.testing.assert_close(scores_of(loop, client), scores, **CLOSE)
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_tolerances_tell_methods_apart(name: str, unequal: Federation) -> None:
+    """A relative, or a hyper-parameter that is a little off, is at least a hundred times further away."""
+    loop = trained(name, config_of("norm-2", 0.67), unequal)
+    other, hyper = RELATIVES[name]
+    pairs = zip(loop.info.clients, reference(other, hyper, loop), strict=True)
+    assert max(float((scores_of(loop, client) - scores).abs().max()) for client, scores in pairs) > 100 * CLOSE["atol"]
