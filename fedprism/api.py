@@ -25,7 +25,7 @@ from fedprism.engines.numerics import choose_device, choose_precision, numerics
 from fedprism.engines.passes import keyed_draw, learning_rate
 from fedprism.errors import ConfigError, DataError, FedprismError, RecordError
 from fedprism.federation import ClientData, Federation, Split, make_federation
-from fedprism.methods import find, make, named
+from fedprism.methods import make, named
 from fedprism.methods.base import Info, Method
 from fedprism.methods.base import load as load_state
 from fedprism.records import Protocol, RunDirectory, RunRecord, read_run, run_status
@@ -34,20 +34,20 @@ from fedprism.report.table import Table, table
 # --- configurations --------------------------------------------------------------------------------------------------
 
 
-def resolve(config: Config) -> Config:
+def resolve(config: Config, method: Method | None = None) -> Config:
     """The same configuration with every default of its method written out; whatever is unknown is an error here."""
     learning_rate(config.train, 0)
     if config.run.engine != "auto":
         ENGINES[config.run.engine]
     choose_precision(config.run.precision, choose_device(config.run.device))
-    return replace(config, method=named(make(config.method)))
+    return replace(config, method=named(method or make(config.method)))
 
 
-def directory_of(config: Config, name: str, out: str | Path | None) -> Path:
+def directory_of(config: Config, name: str, out: str | Path | None, method: Method | None = None) -> Path:
     """Where a run is written: `out`, or `run.out` with {config}, {method} and {seed} filled in."""
     pattern = str(out) if out is not None else config.run.out
     try:
-        return Path(pattern.format(config=name, method=find(config.method.name).id, seed=config.seed))
+        return Path(pattern.format(config=name, method=(method or make(config.method)).id, seed=config.seed))
     except (KeyError, IndexError, ValueError):
         raise ConfigError(
             f"run.out is {pattern!r}; it may hold {{config}}, {{method}} and {{seed}}, and nothing else in braces."
@@ -75,11 +75,15 @@ def train(
     keeps nothing on disk after Python ends; `overwrite=True` replaces a run that is there.
     """
     base = configuration.plain(Config(seed=federation.seed, data=federation.data))
-    base["method"] = named(method).plain() if isinstance(method, Method) else {"name": method}
+    given = method if isinstance(method, Method) else None
+    base["method"] = named(given).plain() if given is not None else {"name": method}
     base["model"] = {"name": model} if isinstance(model, str) else dict(model)
     if rounds is not None:
         base["train"]["rounds"] = rounds
-    config = resolve(configuration.structure(configuration.override(base, settings), Config))
+    config = configuration.structure(configuration.override(base, settings), Config)
+    if given is not None and config.method != named(given):
+        raise ConfigError("settings cannot change a method that is already made; give its hyper-parameters to it.")
+    config = resolve(config, given)
     if config.data != federation.data or config.seed != federation.seed:
         raise ConfigError(
             "settings cannot change the seed or the data of a federation that is made; pass them to fp.federation()."
@@ -87,46 +91,66 @@ def train(
     if out is False:
         path = Path(tempfile.mkdtemp(prefix="fedprism-")) / "run"
     else:
-        path = directory_of(config, federation.name, None if out is None or out is True else out)
+        path = directory_of(config, federation.name, None if out is None or out is True else out, given)
     if overwrite and path.exists():
         read_run(path)  # refuses to delete what is not a run
         shutil.rmtree(path)
     with RunDirectory.create(path, config) as directory:
-        return _run(config, federation, directory, callbacks)
+        return _run(config, federation, directory, callbacks, given)
 
 
 def run_config(config: Config, name: str, *, out: str | Path | None = None, callbacks: Sequence[Callback] = ()) -> Run:
     """Train what a configuration describes; `name` is the {config} in `run.out`."""
     config = resolve(config)
-    federation = make_federation(config.data, config.seed)
+    federation = _federation(config)
     with RunDirectory.create(directory_of(config, name, out), config) as directory:
         return _run(config, federation, directory, callbacks)
 
 
-def resume(path: str | Path, *, federation: Federation | None = None, callbacks: Sequence[Callback] = ()) -> Run:
-    """Go on with a run that was interrupted; a federation of one's own arrays must be given again."""
+def resume(
+    path: str | Path,
+    *,
+    federation: Federation | None = None,
+    method: Method | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> Run:
+    """Go on with a run that was interrupted.
+
+    A federation of one's own arrays, or a method that was written in a Python session, must be given again.
+    """
     with RunDirectory.open(path, write=True) as directory:
         if directory.status in ("finished", "diverged"):
-            return load(path)
+            return load(path, method=method)
         config = directory.config
-        return _run(config, federation or make_federation(config.data, config.seed), directory, callbacks)
+        return _run(config, federation or _federation(config), directory, callbacks, method)
 
 
-def _run(config: Config, federation: Federation, directory: RunDirectory, callbacks: Sequence[Callback]) -> Run:
-    method, device = make(config.method), choose_device(config.run.device)
+def _run(
+    config: Config,
+    federation: Federation,
+    directory: RunDirectory,
+    callbacks: Sequence[Callback],
+    given: Method | None = None,
+) -> Run:
+    method, device = given or make(config.method), choose_device(config.run.device)
     info = make_info(config, federation.names, federation.classes, federation.shape)
-    engine = ENGINES["inprocess" if config.run.engine == "auto" else config.run.engine](
-        method, config, info, federation, device
-    )
+    kind = ENGINES["inprocess" if config.run.engine == "auto" else config.run.engine]
+    engine = kind(method, config, info, federation, device)
     with numerics(config.run, device):
         loop = make_loop(method, config, info, federation, engine, device)
         loop.run([directory.recorder(), *callbacks], start=directory.latest())
-    return load(directory.path)
+    return load(directory.path, method=given)
 
 
-def load(path: str | Path) -> Run:
+def _federation(config: Config) -> Federation:
+    """The federation of a configuration, made with the run's number of threads: the bits of its images depend on it."""
+    with numerics(config.run, choose_device(config.run.device)):
+        return make_federation(config.data, config.seed)
+
+
+def load(path: str | Path, *, method: Method | None = None) -> Run:
     """A run from its directory, finished or not; needs none of its data."""
-    return Run(Path(path), read_run(path))
+    return Run(Path(path), read_run(path), method)
 
 
 # --- many runs -------------------------------------------------------------------------------------------------------
@@ -194,7 +218,7 @@ def _run_cell(cell: Cell, federations: dict[int, Federation], callbacks: Sequenc
         return load(cell.path)
     if config.seed not in federations:
         federations.clear()  # one at a time in memory
-        federations[config.seed] = make_federation(config.data, config.seed)
+        federations[config.seed] = _federation(config)
     begun = status is not None
     with RunDirectory.open(cell.path, write=True) if begun else RunDirectory.create(cell.path, config) as directory:
         return _run(config, federations[config.seed], directory, callbacks)
@@ -206,9 +230,10 @@ def _run_cell(cell: Cell, federations: dict[int, Federation], callbacks: Sequenc
 class Run:
     """A run: its records, its table and its models."""
 
-    def __init__(self, path: Path, record: RunRecord) -> None:
+    def __init__(self, path: Path, record: RunRecord, method: Method | None = None) -> None:
         self.path = path
         self.record = record
+        self._method = method
 
     @property
     def method(self) -> str:
@@ -229,7 +254,7 @@ class Run:
     @cached_property
     def models(self) -> Models:
         """Each client's model of the best round on validation data, by name."""
-        return Models(self)
+        return Models(self.path, self.record, self._method or make(self.record.config.method))
 
     def __repr__(self) -> str:
         return f"<fedprism run of {self.method}, seed {self.seed}, {self.status}, in {self.path}>"
@@ -238,16 +263,14 @@ class Run:
 class Models(Mapping[str, "ClientModel"]):
     """The clients' models, loaded from the best checkpoint when first asked for."""
 
-    def __init__(self, run: Run) -> None:
-        record = run.record
-        self._config, self._method = record.config, make(record.config.method)
-        shape = record.shape
-        self._info = make_info(self._config, record.clients, len(record.class_names), shape)
+    def __init__(self, path: Path, record: RunRecord, method: Method) -> None:
+        self._config, self._method = record.config, method
+        self._info = make_info(self._config, record.clients, len(record.class_names), record.shape)
         self._class_names = record.class_names
-        with RunDirectory.open(run.path) as directory:
+        with RunDirectory.open(path) as directory:
             snapshot = directory.best()
         if snapshot is None:
-            raise RecordError(f"{run.path} holds no checkpoint yet; its models are there after the first one.")
+            raise RecordError(f"{path} holds no checkpoint yet; its models are there after the first one.")
         self.snapshot: Snapshot = snapshot
 
     def __getitem__(self, client: str) -> ClientModel:

@@ -8,6 +8,7 @@ where the name is looked up. An unknown key is an error that names the nearest r
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -67,7 +68,7 @@ class SplitConfig:
 @dataclass(frozen=True)
 class DataConfig:
     name: str = setting("digits-skew", "`fedprism list datasets`, or folder:PATH")
-    root: str | None = setting(None, "where datasets lie; null: $FEDPRISM_DATA, else the user's cache")
+    root: str | None = setting(None, "the folder that relative paths of data start from; null: the working directory")
     partition: Named = setting(Named("domain", {"clients": 5}), "how images are dealt; `fedprism list partitions`")
     split: SplitConfig = setting(SplitConfig(), "train / validation / test, fixed by the seed")
     samples: int | None = setting(None, "a fixed number of training images a client; null: all", positive, "1 or more")
@@ -187,11 +188,15 @@ class Config:
     run: RunConfig = setting(RunConfig(), "")
 
 
+_SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+
 # --- from and to plain values ----------------------------------------------------------------------------------------
 
 
 def _strict(kind: type, accepts: tuple[type, ...], words: str) -> Callable[[Any, Any], Any]:
     def hook(raw: Any, _: Any) -> Any:
+        if kind is float and isinstance(raw, str) and _SCIENTIFIC.fullmatch(raw):
+            return float(raw)  # YAML reads 1e-3 as a text
         if not isinstance(raw, accepts) or (isinstance(raw, bool) and kind is not bool):
             raise ConfigError(f"{raw!r} is not {words}")
         return kind(raw)

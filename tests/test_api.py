@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -112,7 +113,7 @@ def test_settings_are_checked(three: fp.Federation) -> None:
         api.resolve(structure({"method": {"name": "fedprox", "mew": 1}}, Config))
     with pytest.raises(fp.ConfigError, match="engine"):
         api.resolve(structure({"run": {"engine": "warp"}}, Config))
-    with pytest.raises(fp.ConfigError, match="run.device is"):
+    with pytest.raises(fp.ConfigError, match=r"run\.device is"):
         api.resolve(structure({"run": {"device": "abacus"}}, Config))
     with pytest.raises(fp.ConfigError, match="tf32"):
         api.resolve(structure({"run": {"device": "cpu", "precision": "tf32"}}, Config))
@@ -198,6 +199,23 @@ def test_a_comparison_goes_on_after_a_diverged_and_after_a_failed_cell(tmp_path:
     assert [run.status for run in runs] == ["diverged", "diverged"]
     with pytest.raises(fp.ConfigError, match="twice"):
         fp.compare(config, ["local", "local"], [0], "x", out=tmp_path / "c")
+
+
+def test_a_method_of_a_session_trains_and_says_how_to_find_it_again(three: fp.Federation, tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Mine(Method):
+        strength: float = 0.5
+
+    run = fp.train(three, Mine(strength=0.7), "mlp", rounds=2, out=tmp_path / "run")
+    assert run.method == "mine"
+    assert run.record.config.method.settings == {"strength": 0.7}
+    x = three.clients["plain"].test.x
+    expected = run.models["plain"].predict(x)
+    np.testing.assert_array_equal(fp.load(run.path, method=Mine(0.7)).models["plain"].predict(x), expected)
+    with pytest.raises(fp.ConfigError, match="Python session"):
+        len(fp.load(run.path).models)
+    with pytest.raises(fp.ConfigError, match="already made"):
+        fp.train(three, fp.FedProx(), settings=["method.mu=3"], out=False)
 
 
 def test_everything_public_is_there() -> None:

@@ -36,6 +36,7 @@ from tests.helpers import Collect, loop_for
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
+EXAMPLES = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".yaml"))
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 BYTES = re.compile(r"receives ([\d,]+) bytes and sends ([\d,]+) bytes")
@@ -146,9 +147,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_no_path_of_a_machine() -> None:
-    files = [*PAGES, ROOT / "mkdocs.yml", ROOT / "CITATION.cff", *DOCS.glob("*.py"), *(ROOT / "examples").iterdir()]
+    files = [*PAGES, ROOT / "mkdocs.yml", ROOT / "CITATION.cff", *DOCS.glob("*.py"), *EXAMPLES]
     pattern = re.compile(r"(?<![\w.:/>-])(?:/(?:home|root|tmp|usr|opt|work|mnt|Users)/|[A-Z]:\\)\S*")
-    found = {name_of(f): m.group() for f in files if f.is_file() and (m := pattern.search(text_of(f)))}
+    found = {name_of(f): m.group() for f in files if (m := pattern.search(text_of(f)))}
     assert not found
 
 
@@ -313,12 +314,12 @@ def check_command(words: list[str]) -> None:
 # --- examples and the house ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").iterdir()), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
 def test_examples_parse(path: Path) -> None:
     if path.suffix == ".py":
         ast.parse(text_of(path))
         assert len(text_of(path).splitlines()) <= 40 or path.name != "add_a_method.py"
-    elif path.suffix == ".yaml":
+    else:
         read(path)
         assert text_of(path).startswith("# fedprism "), "the first line is the command that runs it"
 

@@ -2,10 +2,10 @@
 
 Both are given the same first weights, the same batches in the same order and the same participants; what is compared is
 every client's scores on images that nobody trained on. The two sum in different orders (a mean as a sum of shares or of
-scaled parts, SCAFFOLD's correction as a term of the loss or of the gradient), so they agree up to the rounding of float32:
-about 1e-6 of a score. The network is smooth, because at a kink (ReLU, maximum pooling) a rounding error can turn a whole
-gradient: there both would differ by 1e-2 now and then, and so do two runs of one reference whose first weights differ by
-1e-7. `test_tolerances_tell_methods_apart` shows that the mistakes one could make are far larger than the tolerance.
+scaled parts, SCAFFOLD's correction as a term of the loss or of the gradient), so they agree up to the rounding of
+float32, about 1e-6 of a score. The network is smooth, because at a kink (ReLU, maximum pooling) a rounding error can
+turn a gradient: there scores differ by 1e-2 now and then, as they do between two runs of one reference whose first
+weights differ by 1e-7. `test_tolerances_tell_methods_apart` shows that the mistakes one could make are far larger.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fedprism.models.base import Block, Family
 from tests.helpers import loop_for
 from tests.reference.common import Setup
 
-CLOSE: dict[str, float] = {"rtol": 2e-5, "atol": 2e-5}
+CLOSE = 2e-5  # absolute and relative
 HYPER: dict[str, dict[str, Any]] = {
     "fedprox": {"mu": 0.5},
     "fedrep": {"head_epochs": 2, "body_epochs": 1},
@@ -178,7 +178,7 @@ def test_method_agrees_with_its_reference(name: str, model: str, participation: 
     loop = trained(name, config_of(model, participation), unequal)
     expected = reference(name, HYPER.get(name, {}), loop)
     for client, scores in zip(loop.info.clients, expected, strict=True):
-        torch.testing.assert_close(scores_of(loop, client), scores, **CLOSE)
+        torch.testing.assert_close(scores_of(loop, client), scores, rtol=CLOSE, atol=CLOSE)
 
 
 @pytest.mark.parametrize("name", list(METHODS))
@@ -187,4 +187,4 @@ def test_tolerances_tell_methods_apart(name: str, unequal: Federation) -> None:
     loop = trained(name, config_of("norm-2", 0.67), unequal)
     other, hyper = RELATIVES[name]
     pairs = zip(loop.info.clients, reference(other, hyper, loop), strict=True)
-    assert max(float((scores_of(loop, client) - scores).abs().max()) for client, scores in pairs) > 100 * CLOSE["atol"]
+    assert max(float((scores_of(loop, client) - scores).abs().max()) for client, scores in pairs) > 100 * CLOSE

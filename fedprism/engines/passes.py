@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fedprism import keys
-from fedprism.config import Config, OptimizerConfig, TrainConfig, structure
+from fedprism.config import Config, OptimizerConfig, TrainConfig, positive, setting, structure
 from fedprism.data.images import normalise
 from fedprism.errors import ConfigError
 from fedprism.methods.base import Draw, Me, Now, Pass
@@ -173,8 +173,8 @@ class Cosine(Constant):
 class Step(Constant):
     """Times `gamma` after every `every` rounds."""
 
-    every: int = 10
-    gamma: float = 0.5
+    every: int = setting(10, "rounds between two steps", positive, "1 or more")
+    gamma: float = setting(0.5, "factor of a step", positive, "above 0")
 
     def factor(self, round: int, rounds: int) -> float:
         return float(self.gamma ** (round // self.every))
@@ -185,7 +185,7 @@ class Step(Constant):
 class Exponential(Constant):
     """Times `gamma` after every round."""
 
-    gamma: float = 0.99
+    gamma: float = setting(0.99, "factor of a round", positive, "above 0")
 
     def factor(self, round: int, rounds: int) -> float:
         return float(self.gamma**round)

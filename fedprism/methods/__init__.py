@@ -18,6 +18,9 @@ from fedprism.registry import Registry
 
 METHODS: Registry[type[Method]] = Registry("method")
 
+_FILE_MODULE = "fedprism_method_"  # modules made from a user's file
+_SESSION = "session:"  # methods that have no file
+
 _FILES = (
     "local",
     "fedavg",
@@ -40,14 +43,21 @@ def register(cls: type[Method]) -> type[Method]:
 
 
 def make(named: Named) -> Method:
-    """A method from its name (or `path/to/file.py:Class`, or an entry point's name) and its hyper-parameters."""
+    """A method from its name and its hyper-parameters."""
     return structure(dict(named.settings), find(named.name), "method")
 
 
 def find(name: str) -> type[Method]:
-    """The class behind a method's name."""
+    """The class behind a name: a built-in id, an entry point, `path/to/file.py:Class` or `package.module:Class`."""
     if name.endswith(".py") or ".py:" in name:
         return _from_file(name)
+    if name.startswith(_SESSION):
+        raise ConfigError(
+            f"the method {name.removeprefix(_SESSION)} was written in a Python session, so it cannot be found again; "
+            "give it to `fp.load` or `fp.resume` as `method=`, or keep it in a file of its own."
+        )
+    if ":" in name:
+        return _from_module(name)
     if name not in METHODS:
         for entry in entry_points(group="fedprism.methods", name=name):
             return _checked(entry.load(), f"entry point {name!r}")
@@ -55,12 +65,27 @@ def find(name: str) -> type[Method]:
 
 
 def named(method: Method) -> Named:
-    """A method as a configuration holds it, every hyper-parameter written out."""
+    """A method as a configuration holds it: how to find it again, and every hyper-parameter written out."""
     cls = type(method)
-    module = sys.modules[cls.__module__]
-    path = getattr(module, "__file__", None)
-    name = cls.id if cls.id in METHODS and METHODS[cls.id] is cls else f"{path}:{cls.__qualname__}"
+    module = sys.modules.get(cls.__module__)
+    file = getattr(module, "__file__", None)
+    if cls.id in METHODS and METHODS[cls.id] is cls:
+        name = cls.id
+    elif getattr(module, cls.__qualname__, None) is not cls:  # made in a function or a session
+        name = f"{_SESSION}{cls.__qualname__}"
+    elif cls.__module__ == "__main__" or cls.__module__.startswith(_FILE_MODULE):
+        name = f"{Path(file).resolve()}:{cls.__qualname__}" if file else f"{_SESSION}{cls.__qualname__}"
+    else:
+        name = f"{cls.__module__}:{cls.__qualname__}"
     return Named(name, plain(method))
+
+
+def _from_module(name: str) -> type[Method]:
+    path, _, wanted = name.partition(":")
+    try:
+        return _checked(getattr(import_module(path), wanted), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"the method {name!r} cannot be imported: {error}.") from error
 
 
 def _from_file(name: str) -> type[Method]:
@@ -68,7 +93,7 @@ def _from_file(name: str) -> type[Method]:
     file = Path(path).resolve()
     if not file.is_file():
         raise ConfigError(f"there is no file {path!r} to take the method {wanted or '?'} from.")
-    key = f"fedprism_method_{keys.key(str(file))}"
+    key = f"{_FILE_MODULE}{keys.key(str(file))}"
     module = sys.modules.get(key)
     if module is None:
         spec = importlib.util.spec_from_file_location(key, file)

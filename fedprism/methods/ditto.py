@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fedprism.config import setting
+from fedprism.config import positive, setting
 from fedprism.methods import register
 from fedprism.methods.base import Arch, Draw, Info, Me, Method, Net, Now, Parts, Pass, leaves, squared_distance
 
@@ -24,7 +24,9 @@ class Ditto(Method):
     has_global = True
 
     lam: float = setting(0.1, "weight of the pull: lam/2 |v - w_received|^2", lambda v: v >= 0, "0 or more")
-    personal_epochs: int | None = setting(None, "epochs on the personal model; null: train.epochs")
+    personal_epochs: int | None = setting(
+        None, "epochs on the personal model; null: train.epochs", positive, "1 or more"
+    )
 
     def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
         return Parts(common=arch.model(seed), personal=arch.model(seed))

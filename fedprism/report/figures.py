@@ -131,7 +131,9 @@ def figure(records: Sequence[RunRecord], path: str | Path, protocol: Protocol | 
 
 def _draw_curves(axes: Axes, lines: Mapping[str, Curve], theme: Theme) -> None:
     """A line a method with its name and last value at its right end."""
-    styles = _styles(list(lines), theme)
+    from matplotlib.ticker import MaxNLocator
+
+    styles, faint = _styles(list(lines), theme), 0.14 if len(lines) <= 7 else 0.06
     for label, curve in lines.items():
         colour, dash, width = styles[label]
         points = [100 * value for value in curve.mean]
@@ -139,14 +141,12 @@ def _draw_curves(axes: Axes, lines: Mapping[str, Curve], theme: Theme) -> None:
         if any(curve.deviation):
             low = [100 * (m - d) for m, d in zip(curve.mean, curve.deviation, strict=True)]
             high = [100 * (m + d) for m, d in zip(curve.mean, curve.deviation, strict=True)]
-            axes.fill_between(
-                curve.rounds, low, high, color=colour, alpha=0.14 if len(lines) <= 7 else 0.06, linewidth=0, zorder=2
-            )
+            axes.fill_between(curve.rounds, low, high, color=colour, alpha=faint, linewidth=0, zorder=2)
     last = max((curve.rounds[-1] for curve in lines.values()), default=1)
     top = 100 * max((max(curve.mean) for curve in lines.values()), default=1.0)
     axes.set_xlim(0, max(last, 1))
     axes.set_ylim(0, min(100.0, 5 * (top // 5 + 2)))
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
     _plain_axes(axes, theme)
     axes.set_xlabel("round", color=theme.muted, fontsize=9.5)
     axes.yaxis.set_major_formatter("{x:.0f} %")

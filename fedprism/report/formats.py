@@ -86,7 +86,7 @@ def text(grid: Grid) -> str:
     width = max(80, Measurement.get(probe, probe.options, table).maximum)
     out = StringIO()
     Console(file=out, color_system=None, width=width, legacy_windows=False).print(Fitting((grid,)))
-    return "\n".join(line.rstrip() for line in out.getvalue().strip("\n").splitlines())
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip("\n")
 
 
 def markdown(grid: Grid) -> str:

@@ -243,7 +243,7 @@ tbody tr:hover > * { background: var(--tint); }
 .traffic td:nth-child(2), .traffic td:nth-child(3) { text-align: left; }
 .traffic th:nth-child(2), .traffic th:nth-child(3) { text-align: left; }
 .bar { display: inline-block; height: .7em; background: var(--series-0); border-radius: 2px; vertical-align: baseline; }
-figure { margin: 0; } svg { width: 100%; height: auto; display: block; overflow: visible; }
+figure { margin: 0; overflow-x: auto; } svg { width: 100%; min-width: 40rem; height: auto; display: block; }
 svg text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }
 .client { display: flex; align-items: center; gap: 1rem; margin: .45rem 0; }
 .client > div { flex: 0 0 16rem; line-height: 1.25; } .client small { color: var(--muted); }

@@ -1,0 +1,365 @@
+"""The command line, on real runs of two clients and a few rounds."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from fedprism.cli import DEMO_METHODS, app
+from fedprism.config import Config, structure
+from fedprism.methods import METHODS
+from fedprism.records import RunDirectory, read_run
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "digits-skew.yaml"
+COMMANDS = ("demo", "run", "compare", "resume", "show", "list", "explain")
+TINY = """
+data: {name: digits-skew, partition: {name: domain, clients: 2}, samples: 20}
+method: {name: fedprox, mu: 0.5}
+train: {rounds: 2}
+run: {device: cpu}
+"""
+
+FAILING = '''
+"""A method that cannot do what it was told, and one that is interrupted once."""
+from dataclasses import dataclass
+from pathlib import Path
+from fedprism.errors import ConfigError
+from fedprism.methods.base import Method
+
+@dataclass(frozen=True)
+class Fails(Method):
+    id = "fails"
+    def passes(self, me, now):
+        raise ConfigError("it cannot work like this.")
+
+@dataclass(frozen=True)
+class Stops(Method):
+    id = "stops"
+    def passes(self, me, now):
+        flag = Path(__file__).with_name("stopped")
+        if now.round == 1 and not flag.exists():
+            flag.touch()
+            raise KeyboardInterrupt
+        return super().passes(me, now)
+'''
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory with a small configuration."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of one comparison, for tests that only look at it."""
+    folder = tmp_path_factory.mktemp("compared")
+    (folder / "tiny.yaml").write_text(TINY)
+    result = call(
+        "compare", folder / "tiny.yaml", "--methods", "local,fedavg,fedprox", "--seeds", "0,1", "--out", folder / "runs"
+    )
+    assert result.exit_code == 0, result.output
+    return folder / "runs"
+
+
+def call(*arguments: Any) -> Any:
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(argument) for argument in arguments])
+
+
+def said(result: Any) -> str:
+    """What was printed, as one line."""
+    return " ".join(result.output.split())
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# --- help, version, lists --------------------------------------------------------------------------------------------
+
+
+def test_help_names_every_command() -> None:
+    result = call("--help")
+    assert result.exit_code == 0
+    assert all(command in result.output for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_teaches_by_example(command: str) -> None:
+    result = call(command, "--help")
+    assert result.exit_code == 0
+    assert "Example:" in result.output
+    assert f"fedprism {command}" in result.output
+
+
+def test_version() -> None:
+    result = call("--version")
+    assert result.exit_code == 0
+    assert result.output.startswith("fedprism ")
+
+
+@pytest.mark.parametrize(
+    ("what", "names"),
+    [
+        ("methods", list(METHODS)),
+        ("datasets", ["digits-skew", "folder"]),
+        ("models", ["cnn4", "lenet-bn", "resnet18"]),
+        ("partitions", ["domain"]),
+        ("engines", ["inprocess"]),
+        ("experiments", ["no experiments so far"]),
+    ],
+)
+def test_list(what: str, names: Sequence[str]) -> None:
+    result = call("list", what)
+    assert result.exit_code == 0
+    assert all(name in result.output for name in names)
+
+
+def test_list_of_something_else() -> None:
+    result = call("list", "colours")
+    assert result.exit_code == 2
+    assert "methods" in result.output
+
+
+def test_explain() -> None:
+    result = call("explain", "ditto", "--model", "mlp", "--image-size", "8")
+    assert result.exit_code == 0
+    assert "Fair and Robust" in said(result)
+    assert "method.lam 0.1 weight of the pull" in said(result)
+    assert "bytes) down" in said(result)
+    assert "In the last of 30 rounds" in said(call("explain", "lg-fedavg"))
+
+
+def test_explain_unknown_method() -> None:
+    result = call("explain", "fedavgg")
+    assert result.exit_code == 2
+    assert "Did you mean 'fedavg'?" in said(result)
+    assert "Traceback" not in result.output
+
+
+# --- run -------------------------------------------------------------------------------------------------------------
+
+
+def test_print_config_is_complete_and_can_be_run_again() -> None:
+    result = call("run", "--print-config", "--method", "fedprox", "--set", "data.partition.clients=3")
+    assert result.exit_code == 0
+    assert "# communication rounds" in result.output
+    config = structure(yaml.safe_load(result.output), Config)
+    assert config.method.settings == {"mu": 0.1}
+    assert config.data.partition.settings == {"clients": 3}
+    assert config.train == Config().train
+
+
+def test_print_config_of_a_file(here: Path) -> None:
+    printed = yaml.safe_load(call("run", "tiny.yaml", "--print-config", "--set", "method.mu=0.2").output)
+    assert printed["method"] == {"name": "fedprox", "mu": 0.2}
+    assert printed["data"]["samples"] == 20
+    same = yaml.safe_load(call("run", "tiny.yaml", "--print-config", "--method", "fedprox").output)
+    assert same["method"]["mu"] == 0.5  # the file's own method keeps its settings
+    other = yaml.safe_load(call("run", "tiny.yaml", "--print-config", "--method", "fedavg").output)
+    assert other["method"] == {"name": "fedavg"}
+    assert not (here / "runs").exists()
+
+
+def test_run_writes_where_the_configuration_says(here: Path) -> None:
+    result = call("run", "tiny.yaml", "--set", "train.rounds=1")
+    assert result.exit_code == 0, result.output
+    path = here / "runs" / "tiny" / "fedprox-0"
+    assert read_run(path).config.train.rounds == 1
+    assert "fedprox: 1 rounds, " in result.output
+    assert "Test accuracy at each method's own moment (received)" in said(result)
+    assert "fedprism show runs/tiny/fedprox-0" in result.output
+    again = call("run", "tiny.yaml", "--set", "train.rounds=1")
+    assert again.exit_code == 2
+    assert "fedprism resume" in said(again)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("run",), "fedprism run --print-config"),
+        (("run", "absent.yaml"), "there is no configuration at absent.yaml"),
+        (("run", "tiny.yaml", "--set", "train.round=3"), "Did you mean 'rounds'?"),
+        (("run", "tiny.yaml", "--set", "train.rounds"), "key.path=value"),
+        (("run", "tiny.yaml", "--method", "nothing.py:Mine"), "there is no file"),
+        (("run", "tiny.yaml", "--protocol", "yesterday"), "unknown part of a protocol"),
+        (("run", "tiny.yaml", "--set", "data.partition.clients=500"), "At most"),
+        (("compare", "tiny.yaml", "--methods", "local,,fedavg"), "separated by commas"),
+        (("compare", "tiny.yaml", "--methods", "local", "--seeds", "one"), "whole numbers"),
+        (("compare", "tiny.yaml", "--methods", "local", "--protocol", "trained,global"), "chooses twice"),
+        (("resume", "absent"), "absent does not exist"),
+        (("show", "absent"), "absent does not exist"),
+        (("show", "."), "no run"),
+        (("demo", "--protocol", "yesterday"), "unknown part of a protocol"),
+    ],
+)
+def test_mistakes_are_one_message_and_exit_code_2(here: Path, arguments: Sequence[str], message: str) -> None:
+    result = call(*arguments)
+    assert result.exit_code == 2
+    assert message in said(result)
+    assert "Traceback" not in result.output
+    assert result.output.startswith("error: ")
+
+
+def test_a_run_that_diverges_says_so(here: Path) -> None:
+    result = call("run", "tiny.yaml", "--set", "train.optimizer.lr=1e30", "--out", "broken")
+    assert result.exit_code == 1
+    assert "fedprox diverged in round 1." in result.output
+    assert "fedprox†" in result.output
+    assert read_run(here / "broken").status == "diverged"
+
+
+def test_interrupted_and_resumed(here: Path) -> None:
+    (here / "own.py").write_text(FAILING)
+    result = call("run", "tiny.yaml", "--method", "own.py:Stops", "--out", "mine")
+    assert result.exit_code == 130
+    assert "stopped. `fedprism resume mine` goes on." in result.output
+    assert read_run(here / "mine").status == "interrupted"
+    assert "stops‡" in call("show", "mine").output
+    result = call("resume", "mine")
+    assert result.exit_code == 0, result.output
+    assert len(read_run(here / "mine").rounds) == 3
+    again = call("resume", "mine")
+    assert again.exit_code == 0
+    assert "mine has already finished" in said(again)
+
+
+def test_a_locked_run_is_left_alone(here: Path, compared: Path) -> None:
+    with RunDirectory.open(compared / "fedavg-0", write=True):
+        result = call("resume", compared / "fedavg-0")
+    assert result.exit_code == 2
+    assert "another process" in said(result)
+
+
+# --- compare and show ------------------------------------------------------------------------------------------------
+
+
+def test_compare_writes_table_and_page(compared: Path) -> None:
+    table = rows(compared / "comparison.csv")
+    assert [row["method"] for row in table] == ["local", "fedavg", "fedprox"]
+    assert {row["seeds"] for row in table} == {"0 1"}
+    assert "| fedprox |" in (compared / "comparison.md").read_text()
+    assert (compared / "report.html").read_text().startswith("<!DOCTYPE html>")
+    # The file's own method keeps its setting, and figures are those of the records.
+    assert read_run(compared / "fedprox-1").config.method.settings == {"mu": 0.5}
+    means = [
+        run.rounds[-1].scores["received"]["test"] for run in map(read_run, (compared / "local-0", compared / "local-1"))
+    ]
+    by_hand = [100 * sum(s.correct / s.total for s in scores.values()) / 2 for scores in means]
+    last = call("show", compared / "local-0", compared / "local-1", "--protocol", "last", "--format", "csv")
+    assert float(list(csv.DictReader(last.output.splitlines()))[0]["mean"]) == pytest.approx(sum(by_hand) / 2, abs=1e-4)
+
+
+def test_compare_again_runs_nothing_and_prints_the_same(compared: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in compared.rglob("metrics.jsonl")}
+    table = (compared / "comparison.csv").read_bytes()
+    config = compared.parent / "tiny.yaml"
+    result = call("compare", config, "--methods", "local,fedavg,fedprox", "--seeds", "0,1", "--out", compared)
+    assert result.exit_code == 0
+    assert "rounds," not in result.output  # no run was finished
+    assert {path: path.stat().st_mtime_ns for path in compared.rglob("metrics.jsonl")} == before
+    assert (compared / "comparison.csv").read_bytes() == table
+
+
+def test_compare_goes_on_after_a_failure(here: Path) -> None:
+    (here / "own.py").write_text(FAILING)
+    result = call("compare", "tiny.yaml", "--methods", "own.py:Fails,local", "--set", "train.rounds=1")
+    assert result.exit_code == 1
+    assert "with seed 0 failed: it cannot work like this." in said(result)
+    assert "1 of 2 runs failed" in said(result)
+    assert [row["method"] for row in rows(here / "runs" / "tiny" / "comparison.csv")] == ["local"]
+
+
+def test_compare_resumes_after_an_interrupt(here: Path) -> None:
+    (here / "own.py").write_text(FAILING)
+    command = ("compare", "tiny.yaml", "--methods", "local,own.py:Stops")
+    result = call(*command)
+    assert result.exit_code == 130
+    assert "The same command goes on" in said(result)
+    result = call(*command)
+    assert result.exit_code == 0, result.output
+    assert "local:" not in result.output  # was finished before
+    assert [row["method"] for row in rows(here / "runs" / "tiny" / "comparison.csv")] == ["local", "stops"]
+
+
+def test_show_searches_folders_and_orders_methods(compared: Path) -> None:
+    result = call("show", compared.parent)
+    assert result.exit_code == 0
+    assert [line.split()[0] for line in result.output.splitlines()[2:5]] == ["local", "fedavg", "fedprox"]
+    assert "Mean ± sample standard deviation over seeds 0, 1." in result.output
+
+
+def test_show_formats_and_protocols(compared: Path) -> None:
+    assert r"\toprule" in call("show", compared, "--format", "latex").output
+    assert "| fedavg |" in call("show", compared, "--format", "markdown").output
+    assert "<table>" in call("show", compared, "--format", "html").output
+    assert "after local training, last round" in said(call("show", compared, "--protocol", "trained,last"))
+    assert "optimistic" in said(call("show", compared, "--protocol", "best-test"))
+
+
+def test_show_tells_of_a_bad_folder_and_shows_the_others(compared: Path, tmp_path: Path) -> None:
+    shutil.copytree(compared / "local-0", tmp_path / "good" / "local-0")
+    shutil.copytree(compared / "local-0", tmp_path / "bad" / "local-0")
+    info = json.loads((tmp_path / "bad" / "local-0" / "run.json").read_text())
+    (tmp_path / "bad" / "local-0" / "run.json").write_text(json.dumps({**info, "format": 99}))
+    result = call("show", tmp_path)
+    assert result.exit_code == 2
+    assert "format 99" in said(result)
+    assert "Test accuracy" in said(result)
+
+
+def test_show_writes_a_page(compared: Path, tmp_path: Path) -> None:
+    result = call("show", compared, "--report", tmp_path / "page.html")
+    assert result.exit_code == 0
+    assert (tmp_path / "page.html").read_text().startswith("<!DOCTYPE html>")
+    shutil.copytree(compared / "local-0", tmp_path / "other" / "local-0")
+    two = call("show", compared, tmp_path / "other", "--report", tmp_path / "page.html")
+    assert two.exit_code == 2
+    assert "2 folders" in said(two)
+
+
+# --- demo and example ------------------------------------------------------------------------------------------------
+
+
+def test_demo_twice(here: Path) -> None:
+    result = call("demo", "--rounds", "1")
+    assert result.exit_code == 0, result.output
+    assert all(f"{method}: 1 rounds" in result.output for method in DEMO_METHODS)
+    assert "demo/report.html" in result.output
+    page = (here / "demo" / "report.html").read_text()
+    assert all(method in page for method in DEMO_METHODS)
+    (here / "demo" / "runs" / "mine").mkdir()
+    with RunDirectory.open(here / "demo" / "runs" / "local-0", write=True):
+        assert "another demo" in said(call("demo", "--rounds", "1"))
+    result = call("demo", "--rounds", "2")  # another configuration: the demo's own runs are replaced
+    assert result.exit_code == 0, result.output
+    assert read_run(here / "demo" / "runs" / "ditto-0").config.train.rounds == 2
+    assert (here / "demo" / "runs" / "mine").is_dir()
+
+
+def test_demo_leaves_other_peoples_folders_alone(here: Path) -> None:
+    (here / "demo" / "runs").mkdir(parents=True)
+    (here / "demo" / "runs" / "thesis.txt").write_text("years of work")
+    result = call("demo", "--quick")
+    assert result.exit_code == 2
+    assert "choose another --out" in said(result)
+    assert (here / "demo" / "runs" / "thesis.txt").read_text() == "years of work"
+
+
+def test_example_begins_with_the_command_that_runs_it() -> None:
+    first = EXAMPLE.read_text().splitlines()[0]
+    assert first.startswith("# fedprism compare examples/digits-skew.yaml --methods local,")
+    methods = first.partition("--methods ")[2].split()[0].split(",")
+    assert set(methods) == set(METHODS)
+    assert call("run", EXAMPLE, "--print-config").exit_code == 0

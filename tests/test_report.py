@@ -1,0 +1,486 @@
+"""Tables, figures, the page and the progress line, on records whose figures can be worked out by hand."""
+
+from __future__ import annotations
+
+import csv
+import re
+import sys
+from html.parser import HTMLParser
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from fedprism.config import Config, ModelConfig, structure
+from fedprism.engines.events import Plan, RoundRecord, Score, Snapshot
+from fedprism.errors import FedprismError, RecordError
+from fedprism.federation import Federation
+from fedprism.methods import METHODS
+from fedprism.records import Protocol, RunRecord
+from fedprism.report import figures
+from fedprism.report.explain import Traffic, code_lines, settings_of, traffic
+from fedprism.report.figures import curves, figure
+from fedprism.report.html import page, write_page
+from fedprism.report.progress import Progress
+from fedprism.report.table import Table, grouped, table
+
+Percent = dict[str, int]  # client -> right of 100
+
+
+def record(
+    method: str,
+    seed: int,
+    *rounds: Percent,
+    status: str = "finished",
+    config: dict[str, Any] | None = None,
+    **settings: Any,
+) -> RunRecord:
+    """A run that was tested on 100 images a client after each round; validation as the test."""
+    given = {"seed": seed, "method": {"name": method, **settings}, "train": {"rounds": len(rounds)}, **(config or {})}
+    clients = list(rounds[0])
+    entries = []
+    for number, percent in enumerate((dict.fromkeys(clients, 10), *rounds)):
+        scores = {client: Score(right, 100, 1.0) for client, right in percent.items()}
+        down = dict.fromkeys(clients, 0 if method == "local" else 2000)
+        up = dict.fromkeys(clients, 0 if method == "local" else 1000)
+        entries.append(
+            RoundRecord(
+                number,
+                tuple(clients),
+                down=down if number else {},
+                up=up if number else {},
+                scores={"received": {"validation": scores, "test": scores}},
+                seconds={"total": 0.5},
+            )
+        )
+    info = {
+        "status": status,
+        "method": method,
+        "moment": "received",
+        "clients": clients,
+        "samples": {client: [50, 10, 100] for client in clients},
+        "classes": ["0", "1"],
+        "parameters": dict.fromkeys(clients, 1234),
+        "versions": {"fedprism": "0.1.0"},
+        "machine": {"cpu": "abacus"},
+    }
+    return RunRecord(structure(given, Config), info, tuple(entries), path=Path(f"{method}-{seed}"))
+
+
+@pytest.fixture
+def runs() -> list[RunRecord]:
+    return [
+        record("local", 0, {"north": 80, "south": 60}),
+        record("local", 1, {"north": 82, "south": 62}),
+        record("fedavg", 0, {"north": 90, "south": 50}),
+        record("fedavg", 1, {"north": 90, "south": 58}),
+        record("fedbn", 0, {"north": 86, "south": 64}),
+        record("fedbn", 1, {"north": 88, "south": 66}),
+    ]
+
+
+@pytest.fixture
+def federation() -> Federation:
+    """Two clients with a grey image of each class."""
+    x = torch.arange(2 * 4 * 8 * 8, dtype=torch.int64).remainder(256).to(torch.uint8).view(8, 1, 8, 8)
+    part = {
+        "train": (x, torch.arange(8) % 2),
+        "validation": (x[:2], torch.tensor([0, 1])),
+        "test": (x[:2], torch.ones(2, dtype=torch.int64)),
+    }
+    return Federation.from_arrays({"north": part, "south": part}, name="made-up")
+
+
+def cell(result: Table, method: str, column: str) -> tuple[float, float | None]:
+    (row,) = [row for row in result.rows if row.label == method]
+    figure = row.figures[column]
+    return round(100 * figure.mean, 6), None if figure.deviation is None else round(100 * figure.deviation, 6)
+
+
+# --- table: the maths ------------------------------------------------------------------------------------------------
+
+
+def test_means_and_sample_deviations_by_hand(runs: list[RunRecord]) -> None:
+    result = table(runs)
+    assert [row.label for row in result.rows] == ["local", "fedavg", "fedbn"]
+    assert cell(result, "local", "client:north") == (81.0, pytest.approx(2**0.5))  # of 80 and 82
+    assert cell(result, "fedavg", "client:north") == (90.0, 0.0)
+    assert cell(result, "fedavg", "mean") == (72.0, pytest.approx(8**0.5))  # of 70 and 74
+    assert cell(result, "fedavg", "worst") == (54.0, pytest.approx(32**0.5))  # of 50 and 58
+
+
+def test_gain_is_a_difference_seed_by_seed(runs: list[RunRecord]) -> None:
+    result = table(runs)
+    assert cell(result, "fedavg", "gain") == (1.0, pytest.approx(2**0.5))  # 70 - 70 and 74 - 72
+    assert cell(result, "fedbn", "gain") == (5.0, 0.0)  # 75 - 70 and 77 - 72
+    assert cell(result, "local", "gain") == (0.0, None)
+    gains = {row.label: row.gains for row in result.rows}
+    assert 100 * gains["fedavg"]["south"].mean == pytest.approx(-7)  # 50 - 60 and 58 - 62
+
+
+def test_gain_uses_only_seeds_that_local_has(runs: list[RunRecord]) -> None:
+    result = table([each for each in runs if (each.method, each.seed) != ("local", 1)])
+    assert cell(result, "fedbn", "gain") == (5.0, None)
+    assert any("the seeds of each method (local: 0; fedavg: 0, 1; fedbn: 0, 1)" in note for note in result.notes)
+
+
+def test_without_local_there_is_no_gain(runs: list[RunRecord]) -> None:
+    result = table(runs[2:])
+    assert all("gain" not in row.figures for row in result.rows)
+    assert [row[-1].text for row in result.grid().rows] == ["–", "–"]
+    assert "Gain:" not in str(result)
+
+
+def test_local_on_other_data_gives_no_gain() -> None:
+    other = {"data": {"samples": 30}}
+    result = table([record("local", 0, {"a": 50}, config=other), record("fedavg", 0, {"a": 60})])
+    assert "gain" not in result.rows[1].figures
+
+
+def test_of_two_locals_the_one_with_the_same_training_counts() -> None:
+    epochs = {"train": {"rounds": 1, "epochs": 2}}
+    result = table(
+        [
+            record("local", 0, {"a": 50}),
+            record("local", 0, {"a": 55}, config=epochs),
+            record("fedavg", 0, {"a": 60}, config=epochs),
+        ]
+    )
+    assert [row.label for row in result.rows] == ["local (train.epochs=1)", "local (train.epochs=2)", "fedavg"]
+    assert cell(result, "fedavg", "gain") == (5.0, None)
+
+
+def test_best_is_bold_and_ties_share_it(runs: list[RunRecord]) -> None:
+    result = table(runs)
+    assert result.best("client:north") == {"fedavg"}
+    assert result.best("client:south") == {"fedbn"}
+    assert result.best("mean") == result.best("gain") == {"fedbn"}
+    tie = table([record("fedavg", 0, {"a": 70}), record("fedbn", 0, {"a": 70})])
+    assert tie.best("mean") == {"fedavg", "fedbn"}
+    assert not table(runs[:1]).best("mean")  # a single row competes with nobody
+
+
+def test_diverged_and_unfinished_runs_are_flagged_and_never_best(runs: list[RunRecord]) -> None:
+    broken = record("fedprox", 0, {"north": 99, "south": 99}, status="diverged")
+    cut = record("ditto", 0, {"north": 98, "south": 98}, status="interrupted", config={"train": {"rounds": 30}})
+    result = table([*runs, broken, cut])
+    text = str(result)
+    assert result.best("mean") == {"fedbn"}
+    assert "fedprox†" in text
+    assert "†fedprox, seed 0: diverged." in text
+    assert "‡ditto, seed 0: interrupted after round 1 of 30." in text
+    states = {row["method"]: row["state"] for row in csv.DictReader(StringIO(result.csv()))}
+    assert states["fedprox"] == "diverged"
+    assert states["ditto"] == "unfinished"
+
+
+def test_same_method_with_other_settings_is_another_row() -> None:
+    result = table([record("fedprox", 0, {"a": 70}, mu=0.1), record("fedprox", 0, {"a": 75}, mu=1.0)])
+    assert [row.label for row in result.rows] == ["fedprox (mu=0.1)", "fedprox (mu=1.0)"]
+    assert list(grouped([record("fedprox", s, {"a": 70}, mu=0.1) for s in (0, 1)])) == ["fedprox"]
+
+
+def test_the_same_run_twice_is_refused() -> None:
+    with pytest.raises(RecordError, match="the same run twice: fedavg with seed 0"):
+        table([record("fedavg", 0, {"a": 70}), record("fedavg", 0, {"a": 71})])
+
+
+def test_a_run_without_figures_keeps_its_row_and_says_why(runs: list[RunRecord]) -> None:
+    bare = RunRecord(structure({"method": "ditto"}, Config), {"status": "running", "clients": ["north", "south"]}, ())
+    result = table([*runs, bare])
+    assert [entry.text for entry in result.grid().rows[-1]][:3] == ["ditto‡", "–", "–"]
+    assert "no tested round yet" in result.notes[-1]
+    with pytest.raises(RecordError, match="no tested round yet"):
+        table([bare])
+    with pytest.raises(RecordError, match="no runs"):
+        table([])
+
+
+def test_protocol_is_stated_and_changes_the_figures() -> None:
+    run = record("fedavg", 0, {"a": 90, "b": 10}, {"a": 40, "b": 50})
+    best, last = table([run], "best-test"), table([run], "last")
+    assert cell(best, "fedavg", "mean") == (50.0, None)
+    assert "optimistic" in str(best)
+    assert cell(last, "fedavg", "mean") == (45.0, None)
+    assert Protocol.parse("last").describe(()).split(",")[1] in str(last)
+    assert "fedavg, seed 0: " in table([run], "last5").notes[-1]  # there are only two rounds
+
+
+# --- table: the ways to write it -------------------------------------------------------------------------------------
+
+
+def test_text(runs: list[RunRecord]) -> None:
+    lines = str(table(runs)).splitlines()
+    assert lines[0].split() == ["method", "north", "south", "mean", "worst", "gain"]
+    assert "65.0 ± 1.4*" in next(line for line in lines if "fedbn" in line)
+    assert any(line.startswith("Test accuracy at each method's own moment (received)") for line in lines)
+    assert "Mean ± sample standard deviation over seeds 0, 1." in lines
+    assert repr(table(runs)) == str(table(runs))
+
+
+def test_markdown_and_latex(runs: list[RunRecord]) -> None:
+    markdown = table(runs).markdown()
+    assert "| fedbn | 87.0 ± 1.4 | **65.0 ± 1.4** | **76.0 ± 1.4** | **65.0 ± 1.4** | **+5.0 ± 0.0** |" in markdown
+    assert "\n\nTest accuracy" in markdown
+    latex = table(runs).latex()
+    assert r"fedavg & \textbf{90.0 $\pm$ 0.0} & 54.0 $\pm$ 5.7 &" in latex
+    assert r"\toprule" in latex
+    assert r"\caption{Test accuracy" in latex
+
+
+def test_names_cannot_break_the_markup() -> None:
+    result = table([record("fedavg", 0, {"a|b_<i>&": 70, "[red]x[/red]": 60})])
+    assert r"a\|b\_\<i\>&" in result.markdown()
+    assert r"a|b\_<i>\&" in result.latex()
+    assert "a|b_&lt;i&gt;&amp;" in result.html()
+    assert "<i>" not in result.html()
+    assert "[red]x[/red]" in str(result)
+
+
+def test_csv_has_every_client_and_the_protocol() -> None:
+    many = {f"c{i}": 50 + i for i in range(20)}
+    rows = list(csv.DictReader(StringIO(table([record("fedavg", 0, many), record("fedavg", 1, many)]).csv())))
+    assert rows[0]["client:c19"] == "69.0000"
+    assert rows[0]["client:c19 deviation"] == "0.0000"
+    assert rows[0]["seeds"] == "0 1"
+    assert rows[0]["protocol"] == "own,best-validation,clients"
+
+
+def test_many_clients_have_no_columns_and_a_line_says_so() -> None:
+    result = table([record("fedavg", 0, {f"c{i}": 50 + i for i in range(13)})])
+    text = str(result)
+    assert text.splitlines()[0].split() == ["method", "mean", "worst", "gain"]
+    assert "Columns of 13 clients are left out" in text
+    assert "c12" in result.markdown(clients=True)
+    few = table([record("fedavg", 0, {f"c{i}": 50 + i for i in range(12)})])
+    assert "c11" in str(few)
+
+
+@pytest.mark.parametrize(("width", "shown", "hidden"), [(120, "90.0 ± 0.0", "narrow"), (46, "narrow", "north")])
+def test_a_narrow_terminal_gets_fewer_columns(runs: list[RunRecord], width: int, shown: str, hidden: str) -> None:
+    console = Console(file=StringIO(), width=width, force_terminal=True, legacy_windows=False)
+    with console.capture() as captured:
+        console.print(table(runs))
+    assert shown in captured.get()
+    assert hidden not in captured.get()
+    assert "\x1b[1;32m+5.0" in captured.get()  # the best in bold
+    assert max(len(re.sub(r"\x1b\[[\d;]*m", "", line)) for line in captured.get().splitlines()) <= width
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def test_curves_by_hand() -> None:
+    runs = [record("fedavg", 0, {"a": 40, "b": 60}), record("fedavg", 1, {"a": 60, "b": 80})]
+    (curve,) = curves(runs, Protocol()).values()
+    assert curve.rounds == (0, 1)
+    assert curve.mean == pytest.approx((0.1, 0.6))
+    assert curve.deviation == pytest.approx((0.0, 0.02**0.5))
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_figure_files(runs: list[RunRecord], tmp_path: Path, suffix: str) -> None:
+    path = figure(runs, tmp_path / f"demo{suffix}")
+    first = path.read_bytes()
+    assert first.startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")
+    assert figure(runs, path).read_bytes() == first  # the same records, the same file
+    with pytest.raises(FedprismError, match=r"\.png or \.svg"):
+        figure(runs, tmp_path / "demo.gif")
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+class Checker(HTMLParser):
+    """Tags that do not close, ids that occur twice, and everything that would be loaded from elsewhere."""
+
+    VOID = frozenset({"meta", "img", "br"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.problems: list[str] = []
+        self.ids: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+        self.look(tag, attrs)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.look(tag, attrs)
+
+    def look(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            if name in ("src", "href", "xlink:href") and not (value or "").startswith(("data:", "#")):
+                self.problems.append(f"{tag} {name}={value}")
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self.open or self.open.pop() != tag:
+            self.problems.append(f"</{tag}>")
+
+
+def check(html: str) -> Checker:
+    checker = Checker()
+    checker.feed(html)
+    checker.close()
+    assert not checker.problems
+    assert not checker.open
+    assert len(checker.ids) == len(set(checker.ids))
+    assert not re.search(r"https?:|//\w|@import|<script|url\((?!#)", html)
+    return checker
+
+
+def test_page_is_whole_and_needs_nothing_else(runs: list[RunRecord], federation: Federation, tmp_path: Path) -> None:
+    path = write_page(tmp_path / "new" / "report.html", runs, federation=federation)
+    html = path.read_text(encoding="utf-8")
+    checker = check(html)
+    assert checker.tags.count("svg") == 2
+    assert checker.tags.count("img") == 2
+    assert "fedbn has the best mean: 76.0 %, 5.0 points above training alone; 2 of 2 clients gain." in html
+    assert "2.0 kB" in html  # sent to a client of FedAvg a round
+    assert "prefers-color-scheme: dark" in html
+    assert "#00000" not in html  # every stand-in colour has become a variable
+    assert "Test accuracy at each method" in html
+    assert list(tmp_path.rglob("*.partial")) == []
+
+
+def test_page_escapes_what_it_is_given(federation: Federation) -> None:
+    evil = "<script>alert(1)</script>"
+    check(page([record("local", 0, {evil: 50}), record("fedavg", 0, {evil: 60})], federation=federation))
+
+
+def test_page_without_matplotlib(
+    runs: list[RunRecord], federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert not figures.available()
+    html = page(runs, federation=federation)
+    assert "svg" not in check(html).tags
+    assert 'pip install "fedprism[report]"' in html
+    assert "<strong>76.0" in html
+    with pytest.raises(FedprismError, match="matplotlib"):
+        figure(runs, "demo.png")
+
+
+def test_page_of_one_run_with_data_that_is_gone_and_many_clients() -> None:
+    clients = {f"c{i}": 50 + i for i in range(50)}
+    alone = record("fedavg", 0, clients, config={"data": {"name": "arrays:gone"}})
+    html = page([alone])
+    check(html)
+    assert "The images cannot be shown" in html
+    assert "One method, every client." in html
+    both = [alone, record("local", 0, {name: 60 for name in clients}, config={"data": {"name": "arrays:gone"}})]
+    assert "c49" not in page(both).split("What was run")[0]  # fifty bars without names
+
+
+def test_page_says_so_when_nothing_beats_training_alone(federation: Federation) -> None:
+    html = page([record("local", 0, {"a": 70}), record("fedavg", 0, {"a": 60})], federation=federation)
+    assert "Nothing gained over training alone here." in html
+
+
+# --- progress --------------------------------------------------------------------------------------------------------
+
+
+def plan(method: str, rounds: int) -> Plan:
+    return Plan(
+        config=structure({"train": {"rounds": rounds}}, Config),
+        method=method,
+        clients=("a",),
+        samples={"a": (1, 1, 1)},
+        class_names=("0", "1"),
+        shape=(3, 8, 8),
+        parameters={"a": 1},
+        rounds=rounds,
+    )
+
+
+def follow(progress: Progress, method: str, rounds: int, status: str = "finished", validation: bool = True) -> None:
+    splits = ("validation", "test") if validation else ("test",)
+    progress.begin(plan(method, rounds))
+    for number in range(rounds + 1):
+        scores = {"received": {split: {"a": Score(number, 4, 1.0)} for split in splits}}
+        progress.round(RoundRecord(number, scores=scores), Snapshot(number, {}, {}))
+    progress.end(status)  # type: ignore[arg-type]
+
+
+def test_progress_in_a_file_is_one_line_a_run() -> None:
+    out = StringIO()
+    with Progress(Console(file=out, width=40)) as progress:
+        follow(progress, "fedavg", 3)
+        follow(progress, "fedbn", 2, validation=False)
+        follow(progress, "fedprox", 1, status="diverged")
+        follow(progress, "ditto", 1, status="interrupted")
+    assert out.getvalue().splitlines() == [
+        "fedavg: 3 rounds, 75.0 % validation (received), 0 s",
+        "fedbn: 2 rounds, 50.0 % test (received), 0 s",
+        "fedprox diverged in round 1.",
+    ]
+
+
+def test_progress_on_a_terminal_is_a_line_that_vanishes() -> None:
+    out = StringIO()
+    with Progress(Console(file=out, width=120, force_terminal=True, legacy_windows=False), ["fedavg"], 3) as progress:
+        follow(progress, "fedavg", 3)
+    text = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue())
+    assert "round 3/3 75.0 % validation (received) 0:00 left" in text
+    assert text.endswith("\x1b[2K")
+
+
+def test_time_left_counts_all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("fedprism.report.progress.time.monotonic", lambda: clock[0])
+    progress = Progress(Console(file=StringIO()), ["fast", "slow", "fast", "new"], rounds=10)
+
+    def run(method: str, seconds: float, rounds: int) -> None:
+        progress.begin(plan(method, 10))
+        for number in range(rounds + 1):
+            clock[0] += seconds if number else 0.0
+            progress.round(RoundRecord(number), Snapshot(number, {}, {}))
+
+    progress.begin(plan("fast", 10))
+    assert progress.seconds_left() is None
+    progress = Progress(Console(file=StringIO()), ["fast", "slow", "fast", "new"], rounds=10)
+    run("fast", 1.0, 10)
+    assert progress.seconds_left() == pytest.approx(30)  # three runs of ten rounds, a second each as far as is known
+    run("slow", 5.0, 5)
+    # Five rounds of slow at 5 s, ten of fast at 1 s, ten of the new one at the mean of 35 s over 15 rounds.
+    assert progress.seconds_left() == pytest.approx(25 + 10 + 10 * 35 / 15)
+    clock[0] += 2.0
+    assert progress.seconds_left() == pytest.approx(25 + 10 + 10 * 35 / 15 - 2)
+
+
+# --- explain ---------------------------------------------------------------------------------------------------------
+
+
+def test_traffic_by_hand() -> None:
+    cnn4 = 4 * (3 * 32 * 25 + 32 + 32 * 64 * 25 + 64 + 64 * 25 * 512 + 512 + 512 * 10 + 10)
+    head = 4 * (512 * 10 + 10)
+    prototypes = 4 * (10 * 512 + 10)
+
+    def of(name: str) -> tuple[Traffic, Traffic]:
+        return traffic(METHODS[name](), ModelConfig("cnn4"), classes=10, size=32, rounds=30)
+
+    assert of("fedavg") == (Traffic(cnn4, cnn4), Traffic(cnn4, cnn4))
+    assert of("local") == (Traffic(0, 0), Traffic(0, 0))
+    assert of("fedper")[1] == Traffic(cnn4 - head, cnn4 - head)
+    assert of("lg-fedavg") == (Traffic(cnn4, cnn4), Traffic(head, head))  # the warm-up, and after it
+    assert of("fedproto")[0] == Traffic(prototypes, prototypes)
+
+
+def test_settings_and_code_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [name for name, default, doc in settings_of(METHODS["ditto"]) if doc]
+    assert names == ["lam", "personal_epochs"]
+    source = '"""What it is for."""\n\n# why\nclass Three:\n    """Of\n    two lines."""\n\n    x = 1\n    y = 2  # because\n'
+    (tmp_path / "counted.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    import counted  # type: ignore[import-not-found]
+
+    assert code_lines(counted.Three) == 3
