@@ -10,25 +10,62 @@ In a few lines:
     run.models["tinted"].predict(images)
 """
 
-from fedprism.api import ClientModel, Run, compare, load, resume, run_config, train
-from fedprism.config import Config, setting
-from fedprism.errors import ConfigError, DataError, FedprismError, RecordError, UploadError
-from fedprism.federation import ClientData, Federation, federation
-from fedprism.methods.base import Method
-from fedprism.methods.ditto import Ditto
-from fedprism.methods.fedavg import FedAvg
-from fedprism.methods.fedbn import FedBN
-from fedprism.methods.fedper import FedPer
-from fedprism.methods.fedproto import FedProto
-from fedprism.methods.fedprox import FedProx
-from fedprism.methods.fedrep import FedRep
-from fedprism.methods.fedrod import FedRoD
-from fedprism.methods.lg_fedavg import LGFedAvg
-from fedprism.methods.local import Local
-from fedprism.methods.scaffold import Scaffold
-from fedprism.methods.silobn import SiloBN
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedprism.api import ClientModel, Run, compare, load, resume, run_config, train
+    from fedprism.config import Config, setting
+    from fedprism.errors import ConfigError, DataError, FedprismError, RecordError, UploadError
+    from fedprism.federation import ClientData, Federation, federation
+    from fedprism.methods.base import Method
+    from fedprism.methods.ditto import Ditto
+    from fedprism.methods.fedavg import FedAvg
+    from fedprism.methods.fedbn import FedBN
+    from fedprism.methods.fedper import FedPer
+    from fedprism.methods.fedproto import FedProto
+    from fedprism.methods.fedprox import FedProx
+    from fedprism.methods.fedrep import FedRep
+    from fedprism.methods.fedrod import FedRoD
+    from fedprism.methods.lg_fedavg import LGFedAvg
+    from fedprism.methods.local import Local
+    from fedprism.methods.scaffold import Scaffold
+    from fedprism.methods.silobn import SiloBN
 
 __version__ = "0.1.0"
+
+# Where each public name lives. They are imported when first used, so that `fedprism --help` need not wait for PyTorch.
+_HOMES = {
+    "fedprism.api": ["ClientModel", "Run", "compare", "load", "resume", "run_config", "train"],
+    "fedprism.config": ["Config", "setting"],
+    "fedprism.errors": ["ConfigError", "DataError", "FedprismError", "RecordError", "UploadError"],
+    "fedprism.federation": ["ClientData", "Federation", "federation"],
+    "fedprism.methods.base": ["Method"],
+    "fedprism.methods.ditto": ["Ditto"],
+    "fedprism.methods.fedavg": ["FedAvg"],
+    "fedprism.methods.fedbn": ["FedBN"],
+    "fedprism.methods.fedper": ["FedPer"],
+    "fedprism.methods.fedproto": ["FedProto"],
+    "fedprism.methods.fedprox": ["FedProx"],
+    "fedprism.methods.fedrep": ["FedRep"],
+    "fedprism.methods.fedrod": ["FedRoD"],
+    "fedprism.methods.lg_fedavg": ["LGFedAvg"],
+    "fedprism.methods.local": ["Local"],
+    "fedprism.methods.scaffold": ["Scaffold"],
+    "fedprism.methods.silobn": ["SiloBN"],
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(home), name)
+    raise AttributeError(f"module 'fedprism' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 __all__ = [
     "ClientData",

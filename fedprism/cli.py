@@ -193,6 +193,7 @@ def run(
     with _told(), _loading():
         from fedprism import api
 
+        _check(protocol)
         resolved = api.resolve(_read(config, settings or [], method))
         if print_config:
             typer.echo(configuration.commented(resolved), nl=False)
@@ -201,7 +202,6 @@ def run(
             raise ConfigError("there is no configuration to run; `fedprism run --print-config > mine.yaml` writes one.")
         directory = api.directory_of(resolved, config.stem, out)
     with _told(f"`fedprism resume {directory}` goes on."):
-        _check(protocol)
         with _progress([resolved]) as progress:
             done = api.run_config(resolved, config.stem, out=out, callbacks=[progress])
         _after(done, protocol)
@@ -236,6 +236,7 @@ def compare(
     again = "The same command goes on: finished runs are skipped, the one that was stopped is resumed."
     with _told(again), _loading():
         from fedprism import api
+        from fedprism.methods import find
         from fedprism.records import run_status
 
         _check(protocol)
@@ -247,7 +248,7 @@ def compare(
     failed: list[str] = []
 
     def tell(cell: Cell, error: FedprismError) -> None:
-        failed.append(f"{cell.config.method.name} with seed {cell.config.seed}")
+        failed.append(f"{find(cell.config.method.name).id} with seed {cell.config.seed}")
         _say(f"{failed[-1]} failed: {error}", "red")
 
     with _told(again):
@@ -280,6 +281,7 @@ def resume(
         from fedprism import api
         from fedprism.records import read_run
 
+        _check(protocol)
         record = read_run(path)
     with _told(f"`fedprism resume {path}` goes on."):
         if record.status in ("finished", "diverged"):
@@ -350,9 +352,7 @@ def list_(
     """
     with _told(), _loading():
         if what is Kind.experiments:
-            typer.echo(
-                "There are no experiments so far. An experiment is a configuration that repeats a published table."
-            )
+            typer.echo("There are no experiments so far: configurations that repeat a published table.")
             return
         header, rows = _listed(what)
     listing = RichTable(box=None, pad_edge=False, header_style="bold")
@@ -382,7 +382,7 @@ def explain(
     with _told(), _loading():
         from fedprism.config import ModelConfig, Named
         from fedprism.methods import find, make
-        from fedprism.report.explain import settings_of, traffic
+        from fedprism.report.explain import facts_of, settings_of, traffic
 
         cls = find(method)
         made = make(Named(method))
@@ -393,30 +393,7 @@ def explain(
     facts = RichTable(box=None, show_header=False, pad_edge=False)
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column()
-    for name, value in {
-        "paper": cls.paper or "none",
-        "stays with the client": cls.stays,
-        "others learn": cls.reveals,
-        "batch norm": {
-            "shared": "shared",
-            "local": "stays local",
-            "local-stats": "affine parameters shared, statistics local",
-        }[cls.bn],
-        "average weighted by": {"samples": "training images", "uniform": "nothing: each client counts the same"}[
-            cls.weighting
-        ],
-        "new state goes to": {"participants": "the clients that take part in the round", "all": "all clients"}[
-            cls.broadcast
-        ],
-        "its paper tests": {
-            "received": "what a client receives, before it trains (received)",
-            "trained": "after local training (trained)",
-            "adapted": "after a short adaptation (adapted)",
-            "global": "the one global model (global)",
-        }[cls.moment],
-        "architectures": "may differ between clients" if made.mixed else "the same for all clients",
-        "one global model": "yes" if cls.has_global else "no",
-    }.items():
+    for name, value in facts_of(made).items():
         facts.add_row(name, Text(value))
     out.print(facts)
     out.print()
@@ -494,7 +471,7 @@ def _print_table(result: Table) -> None:
     if out.is_terminal:
         out.print(result)
     else:
-        typer.echo(f"{result}")
+        typer.echo(str(result))
 
 
 def _report(folder: Path, runs: Sequence[Run], protocol: str | None) -> Path:
@@ -526,20 +503,15 @@ def _own_demo(folder: Path, cells: Sequence[Cell]) -> None:
     from fedprism.records.rundir import LOCK
 
     note = folder / _DEMO_NOTE
-    if folder.exists() and any(folder.iterdir()) and not note.exists():
+    if folder.exists() and not note.exists() and any(folder.iterdir()):
         raise RecordError(f"{folder} holds something that `fedprism demo` has not written; choose another --out.")
-    for cell in cells:
-        if not runfile.exists(cell.path):
-            continue
-        try:
-            with FileLock(cell.path / LOCK, timeout=0):
-                pass
-        except Timeout:
-            raise RecordError(
-                f"another `fedprism demo` is writing {cell.path}; wait for it, or choose another --out."
-            ) from None
-        shutil.rmtree(cell.path)
     with atomic.reporting(str(folder), "Choose another --out."):
+        for path in (cell.path for cell in cells if runfile.exists(cell.path)):
+            try:
+                FileLock(path / LOCK, timeout=0).acquire().lock.release()
+            except Timeout:
+                raise RecordError(f"another demo is writing {path}; wait for it, or choose another --out.") from None
+            shutil.rmtree(path)
         folder.mkdir(parents=True, exist_ok=True)
         atomic.write(note, b"The runs of `fedprism demo`. The next demo replaces them.\n")
 
@@ -553,10 +525,11 @@ def _found(paths: Sequence[Path]) -> list[list[Path]]:
     for path in paths:
         if path in named:
             continue
-        below = sorted(file.parent for file in path.rglob(runfile.NAME)) if path.is_dir() else []
+        if not path.is_dir():
+            runfile.read(path)  # says what is wrong
+        below = sorted(file.parent for file in path.rglob(runfile.NAME))
         if not below:
-            runfile.read(path)  # says what is wrong with it, if it is no folder
-            raise RecordError(f"there is no run in {path} or below it.")
+            raise RecordError(f"there is no run in {path} or below it; `fedprism run` makes one.")
         for directory in below:
             groups.setdefault(directory.parent, []).append(directory)
     return [*([named] if named else []), *groups.values()]

@@ -11,7 +11,7 @@ import torch
 
 import fedprism as fp
 from fedprism import api
-from fedprism.config import Config, structure
+from fedprism.config import Config, read, structure
 from fedprism.data.images import normalise
 from fedprism.methods.base import Method
 from fedprism.records import Protocol, outcome
@@ -130,7 +130,7 @@ def test_resolved_configuration_holds_every_hyper_parameter_and_runs_again(tmp_p
     }
     first = fp.run_config(structure(raw, Config), "x", out=tmp_path / "a")
     assert first.record.config.method.settings == {"head_epochs": 4, "body_epochs": 1}
-    again = fp.run_config(fp.config.read(tmp_path / "a" / "config.yaml"), "x", out=tmp_path / "b")
+    again = fp.run_config(read(tmp_path / "a" / "config.yaml"), "x", out=tmp_path / "b")
     assert (tmp_path / "a" / "metrics.jsonl").read_bytes() == (tmp_path / "b" / "metrics.jsonl").read_bytes()
     assert again.record.config == first.record.config
 

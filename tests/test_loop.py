@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fedprism.config import Config, structure
-from fedprism.engines.client import Failure, Result, make_info
+from fedprism.engines.client import Failure, Result, make_info, not_finite
 from fedprism.engines.inprocess import InProcess
 from fedprism.engines.loop import check_upload, draw_cohort, drop_outs
 from fedprism.errors import ConfigError, FedprismError
@@ -312,7 +312,7 @@ def test_clipping_bounds_the_step(three: Federation) -> None:
 
 
 def test_batch_norm_refuses_batches_of_one(three: Federation) -> None:
-    with pytest.raises(ConfigError, match="set train.batch to 2 or more"):
+    with pytest.raises(ConfigError, match=r"set train\.batch to 2 or more"):
         run(FedAvg(), config(model={"name": "lenet-bn"}, train={"rounds": 1, "batch": 1}), three)
     assert run(FedAvg(), config(train={"rounds": 1, "batch": 1}), three)[2] == "finished"
 
@@ -376,3 +376,11 @@ def test_result_holds_the_number_of_training_samples(three: Federation) -> None:
     engine = InProcess(FedAvg(), settings, info, three, CPU)
     answers = engine.train(0, {c: loop._request(c, loop.now(0)) for c in three.names})
     assert all(isinstance(a, Result) and a.samples == 24 for a in answers.values())
+
+
+def test_what_is_not_finite_is_found_by_name() -> None:
+    sound = {"a": torch.ones(3), "b": torch.tensor(4), "c": torch.empty(0), "d": torch.tensor([1e38, 3e38])}
+    assert not_finite(sound) is None
+    assert not_finite({}) is None
+    for value in (float("nan"), float("inf"), -float("inf")):
+        assert not_finite({**sound, "e": torch.tensor([1.0, value, 2.0]), "f": torch.tensor(value)}) == "e"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fedprism.methods
 from fedprism.config import Config, Named, structure
@@ -94,7 +94,8 @@ def test_keep_of_a_dict_does_not_stretch_what_it_is_given(me: Me) -> None:
 
 
 def test_freeze_keeps_a_copy_that_does_not_train(me: Me) -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    linear = nn.Linear(2, 2)
+    module = nn.Sequential(linear, nn.BatchNorm1d(2))
     me.freeze("teacher", module)
     frozen = me["teacher"]
     assert isinstance(frozen, nn.Module)
@@ -103,7 +104,7 @@ def test_freeze_keeps_a_copy_that_does_not_train(me: Me) -> None:
     assert not any(p.requires_grad for p in frozen.parameters())
     assert all(p.requires_grad for p in module.parameters())
     with torch.no_grad():
-        module[0].weight.fill_(3.0)
+        linear.weight.fill_(3.0)
     assert frozen.state_dict()["0.weight"].ne(3.0).all()
     me.freeze("teacher", module, training=True)
     assert me["teacher"] is frozen
@@ -115,8 +116,8 @@ def test_freeze_takes_another_state(me: Me) -> None:
     module = nn.Linear(2, 1)
     me.freeze("other", module, {"weight": torch.full((1, 2), 7.0), "bias": torch.zeros(1)})
     x = torch.ones(1, 2)
-    assert float(me["other"](x)) == 14.0
-    assert float(module(x)) != 14.0
+    assert me["other"](x).item() == 14.0
+    assert module(x).item() != 14.0
     me.freeze("other", module)
     assert torch.equal(me["other"](x), module(x))
 
@@ -379,7 +380,7 @@ def test_a_method_from_a_file(file: Path, tiny: Federation) -> None:
 def test_a_method_from_a_file_is_checked_like_any_other(file: Path) -> None:
     with pytest.raises(ConfigError, match="Did you mean 'strength'"):
         make(Named(f"{file}:Pulled", {"strenght": 2}))
-    with pytest.raises(ConfigError, match="strength is -1.0; expected 0 or more"):
+    with pytest.raises(ConfigError, match=r"strength is -1\.0; expected 0 or more"):
         make(Named(f"{file}:Pulled", {"strength": -1}))
 
 
@@ -434,7 +435,7 @@ def test_a_method_from_an_entry_point(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.syspath_prepend(str(tmp_path))
     method = make(Named("pulled", {"strength": 3.0}))
     assert (type(method).__module__, vars(method)) == ("tiny_plugin", {"strength": 3.0})
-    with pytest.raises(ConfigError, match="entry point 'wrong' is .*expected a frozen dataclass"):
+    with pytest.raises(ConfigError, match=r"entry point 'wrong' is .*expected a frozen dataclass"):
         make(Named("wrong"))
     assert make(Named("fedavg")) == FedAvg(), "a plug-in does not replace what is built in"
     with pytest.raises(ConfigError, match="unknown method 'puled'"):

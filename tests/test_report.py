@@ -377,7 +377,7 @@ def test_page_of_one_run_with_data_that_is_gone_and_many_clients() -> None:
     check(html)
     assert "The images cannot be shown" in html
     assert "One method, every client." in html
-    both = [alone, record("local", 0, {name: 60 for name in clients}, config={"data": {"name": "arrays:gone"}})]
+    both = [alone, record("local", 0, dict.fromkeys(clients, 60), config={"data": {"name": "arrays:gone"}})]
     assert "c49" not in page(both).split("What was run")[0]  # fifty bars without names
 
 
@@ -478,7 +478,7 @@ def test_traffic_by_hand() -> None:
 def test_settings_and_code_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [name for name, default, doc in settings_of(METHODS["ditto"]) if doc]
     assert names == ["lam", "personal_epochs"]
-    source = '"""What it is for."""\n\n# why\nclass Three:\n    """Of\n    two lines."""\n\n    x = 1\n    y = 2  # because\n'
+    source = '"""What it is for."""\n\n# why\nclass Three:\n    """Of\n    two."""\n\n    x = 1\n    y = 2  # because\n'
     (tmp_path / "counted.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     import counted  # type: ignore[import-not-found]

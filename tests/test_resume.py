@@ -17,7 +17,7 @@ from fedprism.config import Config, dump, read, structure
 from fedprism.records import RunDirectory
 from tests.helpers import same
 
-RUN = "import sys, fedprism as fp; fp.run_config(fp.config.read(sys.argv[1]), 'x', out=sys.argv[2])"
+RUN = "import sys, fedprism as fp, fedprism.config as c; fp.run_config(c.read(sys.argv[1]), 'x', out=sys.argv[2])"
 RESUME = "import sys, fedprism as fp; fp.resume(sys.argv[1])"
 ROUNDS = 14
 

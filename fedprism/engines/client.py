@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedprism.config import Config
 from fedprism.engines.evaluate import score
@@ -64,7 +64,7 @@ def client_round(job: Job, state: State | None, down: State, slot: Me | None = N
     with torch.no_grad():
         upload = {name: tensor.detach().clone() for name, tensor in method.upload(me, now).items()}
     kept = take(me.model)
-    bad = next((name for name, tensor in {**kept, **upload}.items() if not finite(tensor)), None)
+    bad = not_finite({**kept, **upload})
     if bad is not None:
         return Failure(f"{bad} is not finite after local training", non_finite=True)
     logs = {name: float(torch.stack(values).mean()) for name, values in me.logs.items()}
@@ -130,8 +130,15 @@ def take(model: nn.Module) -> State:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-def finite(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
+def not_finite(state: State) -> str | None:
+    """The first leaf that holds a NaN or an infinity; waits for the device once."""
+    names = [name for name, tensor in state.items() if tensor.is_floating_point() and tensor.numel()]
+    if not names:
+        return None
+    # The smallest and the largest value in one pass: both are NaN if any value is.
+    ends = torch.stack([torch.stack(torch.aminmax(state[name])).float() for name in names])
+    sound = ends.isfinite().all(dim=1).tolist()
+    return next((name for name, good in zip(names, sound, strict=True) if not good), None)
 
 
 def due(config: Config, after: int) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 
 from fedprism import keys
 from fedprism.config import ClientsConfig, Config
-from fedprism.engines.client import Failure, Result, due, finite, make_now
+from fedprism.engines.client import Failure, Result, due, make_now, not_finite
 from fedprism.engines.events import Callback, Plan, RoundRecord, Score, Snapshot, Status
 from fedprism.engines.inprocess import Engine, Request
 from fedprism.errors import ConfigError, FedprismError
@@ -233,9 +233,8 @@ def check_upload(upload: State, declared: Mapping[str, str], server: State) -> F
             return Failure(
                 f"{name} in its upload has shape {tuple(tensor.shape)}, expected {tuple(server[name].shape)}"
             )
-        if not finite(tensor):
-            return Failure(f"{name} in its upload is not finite", non_finite=True)
-    return None
+    bad = not_finite(upload)
+    return Failure(f"{bad} in its upload is not finite", non_finite=True) if bad else None
 
 
 def _add(scores: Scores, of_clients: Mapping[str, Mapping[str, Mapping[str, Score]]]) -> None:

@@ -30,6 +30,34 @@ class Traffic:
     up: int
 
 
+_WORDS = {
+    "bn": {"shared": "shared", "local": "stays local", "local-stats": "affine parameters shared, statistics local"},
+    "weighting": {"samples": "by their training images", "uniform": "the same"},
+    "broadcast": {"participants": "the clients that take part in the round", "all": "all clients"},
+    "moment": {
+        "received": "what a client receives, before it trains (received)",
+        "trained": "after local training (trained)",
+        "adapted": "after a short adaptation (adapted)",
+        "global": "the one global model (global)",
+    },
+}
+
+
+def facts_of(method: Method) -> dict[str, str]:
+    """What a method says of itself, in words."""
+    return {
+        "paper": method.paper or "none",
+        "stays with the client": method.stays,
+        "others learn": method.reveals,
+        "batch norm": _WORDS["bn"][method.bn],
+        "clients count": _WORDS["weighting"][method.weighting],
+        "new state goes to": _WORDS["broadcast"][method.broadcast],
+        "its paper tests": _WORDS["moment"][method.moment],
+        "architectures": "may differ between clients" if method.mixed else "the same for all clients",
+        "one global model": "yes" if method.has_global else "no",
+    }
+
+
 def settings_of(cls: type[Method]) -> list[tuple[str, Any, str]]:
     """Each hyper-parameter of a method: name, default, meaning."""
     return [(f.name, _default(f), str(f.metadata.get("doc", ""))) for f in dataclasses.fields(cls)]

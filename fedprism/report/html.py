@@ -32,7 +32,7 @@ def write_page(
 ) -> Path:
     """Write the page, whole or not at all."""
     path = Path(path)
-    with atomic.reporting(str(path), "The runs are safe; make room and use `fedprism show --html` on them."):
+    with atomic.reporting(str(path), "The runs are safe; make room and use `fedprism show --report` on them."):
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic.write(path, page(records, protocol, federation).encode())
     return path
