@@ -199,14 +199,16 @@ def compare(
     """
     runs: list[Run] = []
     federations: dict[int, Federation] = {}
-    for cell in sorted(cells(config, methods, seeds, name, out), key=lambda c: seeds.index(c.config.seed)):
+    planned = cells(config, methods, seeds, name, out)
+    place = {cell.path: i for i, cell in enumerate(planned)}
+    for cell in sorted(planned, key=lambda c: seeds.index(c.config.seed)):  # a federation is made once a seed
         try:
             runs.append(_run_cell(cell, federations, callbacks))
         except FedprismError as error:
             if on_error is None:
                 raise
             on_error(cell, error)
-    return sorted(runs, key=lambda run: (methods.index(run.record.config.method.name), run.seed))
+    return sorted(runs, key=lambda run: place[run.path])
 
 
 def _run_cell(cell: Cell, federations: dict[int, Federation], callbacks: Sequence[Callback]) -> Run:

@@ -359,12 +359,15 @@ def override(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]
             parsed = yaml.safe_load(value)
         except yaml.YAMLError as error:
             raise ConfigError(f"--set {text!r}: the value is not YAML ({error}).") from None
-        level = result
+        level, default = result, plain(Config())
         for name in keys[:-1]:
-            inner = level.get(name)
-            if isinstance(inner, str) and name in ("method", "model", "partition", "schedule"):
-                inner = {"name": inner}
-            level[name] = dict(inner) if isinstance(inner, Mapping) else {}
+            default = default.get(name) or {}
+            inner = level.get(
+                name, default if "name" in default else {}
+            )  # `method.mu=1` alone is of the default method
+            level[name] = (
+                {"name": inner} if isinstance(inner, str) else dict(inner) if isinstance(inner, Mapping) else {}
+            )
             level = level[name]
         level[keys[-1]] = parsed
     return result

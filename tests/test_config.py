@@ -96,6 +96,10 @@ def test_overrides_are_yaml_and_reach_any_depth() -> None:
     assert config.run.keep_rounds == (3, 4)
     assert config.seed == 7
     assert config.method.name == "fedprox"
+    assert structure(override({}, ["data.partition.clients=2"]), Config).data.partition == Named(
+        "domain", {"clients": 2}
+    )
+    assert structure(override({}, ["train.schedule=cosine"]), Config).train.schedule == Named("cosine")
     for wrong in ("train.rounds", "=3", "train..rounds=3", "seed=[1"):
         with pytest.raises(ConfigError, match="--set"):
             override({}, [wrong])
