@@ -15,6 +15,7 @@ from fedprism.methods.base import Me, Method, Now, leaves, load, setting
 @dataclass(frozen=True)
 class HeadMix(Method):
     idea = "FedBN; the head that a client starts from is a mixture of its own and everybody's."
+    shares = "everything but batch norm"
     stays = "batch norm, and a share of the head"
     bn = "local"
 

@@ -552,12 +552,12 @@ def _listed(what: Kind) -> tuple[list[str], list[list[str]]]:
     from fedprism.data import DATASETS
     from fedprism.engines.inprocess import ENGINES
     from fedprism.federation import PARTITIONS
-    from fedprism.methods import METHODS
+    from fedprism.methods import available
     from fedprism.models import MODELS
     from fedprism.report.explain import code_lines
 
     if what is Kind.methods:
-        rows = [[name, cls.stays, str(code_lines(cls)), cls.paper] for name, cls in METHODS.items()]
+        rows = [[name, cls.stays, str(code_lines(cls)), cls.paper] for name, cls in available().items()]
         return ["method", "stays with the client", "lines", "paper"], rows
     if what is Kind.models:
         return ["model", ""], [[name, family.description] for name, family in MODELS.items()]

@@ -64,6 +64,12 @@ def find(name: str) -> type[Method]:
     return METHODS[name]
 
 
+def available() -> dict[str, type[Method]]:
+    """Every method that a name reaches: the built-in ones, then those of installed packages."""
+    installed = {entry.name for entry in entry_points(group="fedprism.methods")} - set(METHODS)
+    return dict(METHODS.items()) | {name: find(name) for name in sorted(installed)}
+
+
 def named(method: Method) -> Named:
     """A method as a configuration holds it: how to find it again, and every hyper-parameter written out."""
     cls = type(method)

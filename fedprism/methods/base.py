@@ -186,6 +186,7 @@ class Method:
     id: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     idea: ClassVar[str] = ""
+    shares: ClassVar[str] = "the whole model"
     stays: ClassVar[str] = "nothing"
     group: ClassVar[str] = "global"
     reveals: ClassVar[str] = "nothing beyond the average"

@@ -19,6 +19,7 @@ class Ditto(Method):
     id = "ditto"
     paper = "Li et al., Ditto: Fair and Robust Federated Learning Through Personalization, ICML 2021"
     idea = "FedAvg trains a global model; each client also trains a personal one near it."
+    shares = "the common model"
     stays = "a second, personal model"
     group = "two models"
     has_global = True

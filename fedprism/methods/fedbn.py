@@ -14,6 +14,7 @@ class FedBN(Method):
     id = "fedbn"
     paper = "Li et al., FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021"
     idea = "FedAvg of everything but batch norm, which stays local: affine parameters and statistics."
+    shares = "everything but batch norm"
     stays = "batch-norm layers"
     group = "split"
     bn = "local"

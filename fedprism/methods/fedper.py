@@ -15,6 +15,7 @@ class FedPer(Method):
     id = "fedper"
     paper = "Arivazhagan et al., Federated Learning with Personalization Layers, arXiv 1912.00818, 2019"
     idea = "Body shared, head personal, trained jointly."
+    shares = "the body"
     stays = "the head (model.head_layers says how many layers)"
     group = "split"
 

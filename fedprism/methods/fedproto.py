@@ -39,6 +39,7 @@ class FedProto(Method):
     id = "fedproto"
     paper = "Tan et al., FedProto: Federated Prototype Learning across Heterogeneous Clients, AAAI 2022"
     idea = "Clients send the mean feature of each class and are pulled towards everybody's mean."
+    shares = "the mean feature of each class"
     stays = "the whole model"
     group = "prototypes"
     reveals = "mean features of each class, and how many samples of a class a client has"

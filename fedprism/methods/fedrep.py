@@ -17,6 +17,7 @@ class FedRep(Method):
     id = "fedrep"
     paper = "Collins et al., Exploiting Shared Representations for Personalized Federated Learning, ICML 2021"
     idea = "Body shared, head personal; a round trains the head first, then the body."
+    shares = "the body"
     stays = "the head"
     group = "split"
 

@@ -20,6 +20,7 @@ class FedRoD(Method):
     id = "fedrod"
     paper = "Chen and Chao, On Bridging Generic and Personalized Federated Learning for Image Classification, ICLR 2022"
     idea = "Body and generic head are shared and trained with a balanced softmax; a personal head corrects it at home."
+    shares = "the body and the generic head"
     stays = "the personal head"
     group = "two models"
     has_global = True

@@ -18,6 +18,7 @@ class LGFedAvg(Method):
     id = "lg-fedavg"
     paper = "Liang et al., Think Locally, Act Globally: Federated Learning with Local and Global Representations, 2020"
     idea = "Body personal, head shared, trained jointly; both start from a FedAvg model of `warmup` rounds."
+    shares = "the head (in the warm-up everything)"
     stays = "the body (after the warm-up)"
     group = "split"
     weighting = "uniform"

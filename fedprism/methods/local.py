@@ -15,6 +15,7 @@ class Local(Method):
     id = "local"
     paper = "training alone; the papers call it Local, SOLO or SingleSet"
     idea = "Each client minimises its own loss; nothing is sent."
+    shares = "nothing"
     stays = "everything"
     group = "alone"
     reveals = "nothing"

@@ -36,6 +36,7 @@ class Scaffold(Method):
     id = "scaffold"
     paper = "Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020"
     idea = "FedAvg whose gradients are corrected by the difference of the server's and the client's control variate."
+    shares = "the model and the server's control variate"
     stays = "the client's control variate"
     group = "regularised"
     reveals = "the average, and the average of the control variates"

@@ -14,6 +14,7 @@ class SiloBN(Method):
     id = "silobn"
     paper = "Andreux et al., Siloed Federated Learning for Multi-Centric Histopathology Datasets, DCL 2020"
     idea = "FedAvg of all parameters; the running statistics of batch norm stay local."
+    shares = "all parameters, batch norm's included"
     stays = "batch-norm statistics"
     group = "split"
     bn = "local-stats"

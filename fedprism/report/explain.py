@@ -47,6 +47,7 @@ def facts_of(method: Method) -> dict[str, str]:
     """What a method says of itself, in words."""
     return {
         "paper": method.paper or "none",
+        "is shared": method.shares,
         "stays with the client": method.stays,
         "others learn": method.reveals,
         "batch norm": _WORDS["bn"][method.bn],
