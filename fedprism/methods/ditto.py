@@ -22,6 +22,7 @@ class Ditto(Method):
     shares = "the common model"
     stays = "a second, personal model"
     group = "two models"
+    weighting = "uniform"
     has_global = True
 
     lam: float = setting(0.1, "weight of the pull: lam/2 |v - w_received|^2", lambda v: v >= 0, "0 or more")

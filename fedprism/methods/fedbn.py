@@ -18,4 +18,4 @@ class FedBN(Method):
     stays = "batch-norm layers"
     group = "split"
     bn = "local"
-    weighting = "samples"
+    weighting = "uniform"

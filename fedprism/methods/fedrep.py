@@ -20,6 +20,7 @@ class FedRep(Method):
     shares = "the body"
     stays = "the head"
     group = "split"
+    weighting = "uniform"
 
     head_epochs: int = setting(4, "epochs on the head, the body frozen", positive, "1 or more")
     body_epochs: int = setting(1, "epochs on the body, the head frozen", positive, "1 or more")

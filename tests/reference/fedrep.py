@@ -29,7 +29,7 @@ def run(setup: Setup, head_epochs: int, body_epochs: int) -> list[Scorer]:
             put(models[i], body)
             one_part(setup, r, i, models[i], models[i].head, head_epochs)
             one_part(setup, r, i, models[i], models[i].body, body_epochs)
-        body = mean([get(models[i], names) for i in who], [setup.samples[i] for i in who])
+        body = mean([get(models[i], names) for i in who], [1.0 for _ in who])
     for model in models:
         put(model, body)
     return [Scorer(model) for model in models]
