@@ -1,4 +1,4 @@
-"""Make the pictures of the documentation that come from built-in data: `python docs/make_pictures.py`.
+"""Make the pictures of the documentation: `fedprism demo`, then `python docs/make_pictures.py`.
 
 The result is committed, so that building the documentation needs neither training nor data.
 """
@@ -9,6 +9,8 @@ from pathlib import Path
 
 import fedprism as fp
 from fedprism.federation import contact_sheet
+from fedprism.records import read_run
+from fedprism.report.figures import figure
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -19,6 +21,13 @@ def digits_skew() -> None:
     contact_sheet(federation, per_client=10).save(ASSETS / "digits-skew.png", optimize=True)
 
 
+def demo(runs: Path = Path("demo/runs")) -> None:
+    """Curves and gains of the runs that `fedprism demo` has left."""
+    methods = ("local", "fedavg", "fedprox", "fedbn", "fedrep", "ditto")
+    figure([read_run(runs / f"{method}-0") for method in methods], ASSETS / "demo.png")
+
+
 if __name__ == "__main__":
     ASSETS.mkdir(exist_ok=True)
     digits_skew()
+    demo()

@@ -155,6 +155,14 @@ def moved(run: Trained, client: str) -> float:
     return max(float((state[name] - p.detach()).abs().max()) for name, p in built(run, client).named_parameters())
 
 
+def far(a: State | None, b: State | None) -> float:
+    """The Euclidean distance of two states, counters aside."""
+    assert a is not None
+    assert b is not None
+    floats = [name for name, tensor in a.items() if tensor.is_floating_point()]
+    return sum(float((a[name] - b[name]).square().sum()) for name in floats) ** 0.5
+
+
 def shapes(state: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}
 
@@ -772,9 +780,10 @@ def test_channels_last(name: str, straight: Straight, tiny: Federation) -> None:
     config = config_of(train={"rounds": 2}, run={"memory_format": "channels_last"})
     run = train(method_of(name), config, tiny)
     assert_sound(run)
-    for client, state in run.snapshots[1].clients.items():
-        torch.testing.assert_close(state, straight(name).snapshots[1].clients[client], rtol=1e-3, atol=1e-3)
-    kept = run.snapshots[1]
+    kept, plain = run.snapshots[1], straight(name).snapshots[1]
+    for client, state in kept.clients.items():
+        first = built(run, client).state_dict()
+        assert far(state, plain.clients[client]) < 0.01 * far(state, first)
     clients = {c: None if state is None else deserialise(serialise(state)) for c, state in kept.clients.items()}
     again = train(method_of(name), config, tiny, start=Snapshot(1, deserialise(serialise(kept.server)), clients))
     assert_same_end(again, run)
@@ -806,7 +815,7 @@ def test_cosine_schedule(name: str, straight: Straight, tiny: Federation) -> Non
 def test_a_method_says_what_it_is(name: str) -> None:
     cls = METHODS[name]
     assert cls.id == name == name.lower()
-    for text in (cls.paper, cls.idea, cls.stays, cls.reveals, cls.group):
+    for text in (cls.paper, cls.idea, cls.shares, cls.stays, cls.reveals, cls.group):
         assert text.strip()
     assert cls.bn in ("shared", "local", "local-stats")
     assert cls.weighting in ("samples", "uniform")

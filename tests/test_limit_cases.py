@@ -1,6 +1,7 @@
 """What methods become at the edge of their hyper-parameters, and numbers that can be worked out by hand.
 
-"The same" means bit by bit: a term with weight 0 adds exact zeros to a gradient.
+"The same" means bit by bit: a term with weight 0 adds exact zeros to a gradient. Clients are of one size unless a test
+says otherwise, so that averages by samples and plain averages are the same too.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from fedprism import keys
 from fedprism.config import Config, OptimizerConfig, TrainConfig, positive, setting, structure
 from fedprism.data.images import normalise
 from fedprism.errors import ConfigError
-from fedprism.methods.base import Draw, Me, Now, Pass
+from fedprism.methods.base import Draw, Me, Now, Pass, no_draw
 from fedprism.registry import Registry
 
 SWEEP_BATCH = 256  # images a step where nothing is trained
@@ -58,6 +58,7 @@ def _fit(me: Me, each: Pass, now: Now, config: Config) -> int:
             optimizer.step()
             me.log(f"loss/{each.name}", loss)
         step += 1
+    me.draw = no_draw
     me.model.zero_grad(set_to_none=True)
     return step
 
@@ -69,6 +70,7 @@ def _sweep(me: Me, each: Pass, now: Now, config: Config) -> int:
     for step, rows in enumerate(torch.split(torch.arange(len(split), device=now.device), SWEEP_BATCH), start=1):
         me.draw = keyed_draw(now.device, now.info.seed, "noise", now.round, now.client or "", each.name, step - 1)
         each.loss(me, inputs(split.x[rows], config), split.y[rows])
+    me.draw = no_draw
     return step
 
 

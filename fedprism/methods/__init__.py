@@ -115,7 +115,7 @@ def _from_file(name: str) -> type[Method]:
         n: c for n, c in vars(module).items() if isinstance(c, type) and issubclass(c, Method) and c.__module__ == key
     }
     if not wanted and len(classes) == 1:
-        return next(iter(classes.values()))
+        (wanted,) = classes
     if wanted not in classes:
         raise ConfigError(
             f"{path!r} holds the methods {sorted(classes) or 'none'}, not {wanted!r}; write {path}:CLASS."
@@ -124,7 +124,8 @@ def _from_file(name: str) -> type[Method]:
 
 
 def _checked(cls: Any, where: str) -> type[Method]:
-    if not (isinstance(cls, type) and issubclass(cls, Method) and dataclasses.is_dataclass(cls)):
+    # Without the decorator a class inherits its parent's fields, and its own would silently be no hyper-parameters.
+    if not (isinstance(cls, type) and issubclass(cls, Method) and "__dataclass_fields__" in vars(cls)):
         raise ConfigError(f"{where} is {cls!r}; expected a frozen dataclass that derives from fedprism.Method.")
     return cls
 

@@ -133,22 +133,16 @@ class Me:
         self.info = info
         self.scratch: dict[str, Tensor | State | nn.Module] = {}
         self.logs: dict[str, list[Tensor]] = {}
-        self.draw: Draw = _no_draw  # uniform noise in (0, 1), keyed by the engine: me.draw("name", *shape)
+        self.draw: Draw = no_draw  # uniform noise in (0, 1), keyed by the engine: me.draw("name", *shape)
 
     def keep(self, name: str, value: Tensor | Mapping[str, Tensor]) -> None:
         """Copy a tensor, or a dict of them, into scratch; read it back as `me[name]`."""
         old = self.scratch.get(name)
         if isinstance(value, Tensor):
-            if isinstance(old, Tensor) and old.shape == value.shape and old.dtype == value.dtype:
-                old.copy_(value.detach())
-            else:
-                self.scratch[name] = value.detach().clone()
+            self.scratch[name] = _refilled(old, value)
         else:
-            if isinstance(old, dict) and old.keys() == value.keys():
-                for leaf, tensor in value.items():
-                    old[leaf].copy_(tensor.detach())
-            else:
-                self.scratch[name] = {leaf: tensor.detach().clone() for leaf, tensor in value.items()}
+            held = old if isinstance(old, dict) else {}
+            self.scratch[name] = {leaf: _refilled(held.get(leaf), tensor) for leaf, tensor in value.items()}
 
     def freeze(
         self, name: str, module: nn.Module, state: Mapping[str, Tensor] | None = None, training: bool = False
@@ -174,7 +168,14 @@ class Me:
         return {n: p for n, p in self.model.named_parameters() if names is None or n in names}
 
 
-def _no_draw(name: str, *shape: int) -> Tensor:
+def _refilled(old: object, value: Tensor) -> Tensor:
+    """A copy of `value`, in the place of an old tensor of the same kind where there is one."""
+    if isinstance(old, Tensor) and (old.shape, old.dtype, old.device) == (value.shape, value.dtype, value.device):
+        return old.copy_(value.detach())
+    return value.detach().clone()
+
+
+def no_draw(name: str, *shape: int) -> Tensor:
     raise FedprismError(f"noise {name!r} was asked for outside of a pass or a prediction.")
 
 
