@@ -536,6 +536,12 @@ class WrongShape(Tampered):
         return {**upload, name: tensor[:-1]}
 
 
+class WrongType(Tampered):
+    def change(self, upload: State) -> State:
+        name, tensor = first_float(upload)
+        return {**upload, name: tensor.double()}
+
+
 class Missing(Tampered):
     def change(self, upload: State) -> State:
         upload.pop(first_float(upload)[0])
@@ -565,7 +571,7 @@ def without(tiny: Federation) -> Straight:
 
 
 @every_method
-@pytest.mark.parametrize("kind", [NaNUpload, WrongShape, Missing, Unknown])
+@pytest.mark.parametrize("kind", [NaNUpload, WrongShape, WrongType, Missing, Unknown])
 def test_a_bad_upload_is_refused_by_name(
     name: str, kind: type[Tampered], straight: Straight, without: Straight, tiny: Federation
 ) -> None:

@@ -51,8 +51,8 @@ class RoundRecord:
 class Snapshot:
     """All that is needed to go on after `round`: randomness is keyed, so no generator is part of it.
 
-    States are on the CPU and never changed in place. A state that did not change since the last snapshot is the same
-    object, or holds the same tensor objects.
+    States lie on the run's device and are never changed in place. A state that did not change since the last snapshot
+    is the same object, or holds the same tensor objects.
     """
 
     round: int

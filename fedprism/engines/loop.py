@@ -229,12 +229,15 @@ def check_upload(upload: State, declared: Mapping[str, str], server: State) -> F
         odd = sorted(upload.keys() ^ declared.keys())
         return Failure(f"its upload is not what the method declares: {', '.join(odd[:3])} missing or unknown")
     for name, tensor in upload.items():
-        if name in server and tensor.shape != server[name].shape:
-            return Failure(
-                f"{name} in its upload has shape {tuple(tensor.shape)}, expected {tuple(server[name].shape)}"
-            )
+        given, expected = _kind(tensor), _kind(server.get(name, tensor))
+        if given != expected:
+            return Failure(f"{name} in its upload is {given}, expected {expected}")
     bad = not_finite(upload)
     return Failure(f"{bad} in its upload is not finite", non_finite=True) if bad else None
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
 
 
 def _add(scores: Scores, of_clients: Mapping[str, Mapping[str, Mapping[str, Score]]]) -> None:
