@@ -77,8 +77,7 @@ class Loop:
         requests = {client: self._request(client, now) for client in told}
         down = {client: size(request.down) for client, request in requests.items()}
 
-        # A client that drops out has trained in vain: its state stays and nothing arrives, so its training is not
-        # computed.
+        # A client that drops out has trained in vain: nothing of it stays or arrives, so its training is not computed.
         dropped = drop_outs(clients, self.info, cohort, round)
         failed: dict[str, str] = dict.fromkeys(dropped, "dropped out after training")
         answers = self.engine.train(round, {c: requests[c] for c in trainers if c not in dropped})
@@ -218,9 +217,10 @@ def draw_cohort(clients: ClientsConfig, info: Info, round: int) -> tuple[str, ..
     return tuple(info.clients[i] for i in chosen)
 
 
-def drop_outs(clients: ClientsConfig, info: Info, cohort: Sequence[str], round: int) -> set[str]:
+def drop_outs(clients: ClientsConfig, info: Info, cohort: Sequence[str], round: int) -> tuple[str, ...]:
     """Who of the cohort fails after training."""
-    return {c for c in cohort if keys.numpy_generator(info.seed, "dropout", round, c).uniform() < clients.dropout}
+    chance = {client: keys.numpy_generator(info.seed, "dropout", round, client).uniform() for client in cohort}
+    return tuple(client for client in cohort if chance[client] < clients.dropout)
 
 
 def check_upload(upload: State, declared: Mapping[str, str], server: State) -> Failure | None:
