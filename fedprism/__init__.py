@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedprism.api import ClientModel, Run, compare, load, resume, run_config, train
     from fedprism.config import Config, setting
-    from fedprism.errors import ConfigError, DataError, FedprismError, RecordError, UploadError
+    from fedprism.errors import ConfigError, DataError, FedprismError, RecordError
     from fedprism.federation import ClientData, Federation, federation
     from fedprism.methods.base import Method
     from fedprism.methods.ditto import Ditto
@@ -38,7 +38,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "fedprism.api": ["ClientModel", "Run", "compare", "load", "resume", "run_config", "train"],
     "fedprism.config": ["Config", "setting"],
-    "fedprism.errors": ["ConfigError", "DataError", "FedprismError", "RecordError", "UploadError"],
+    "fedprism.errors": ["ConfigError", "DataError", "FedprismError", "RecordError"],
     "fedprism.federation": ["ClientData", "Federation", "federation"],
     "fedprism.methods.base": ["Method"],
     "fedprism.methods.ditto": ["Ditto"],
@@ -90,7 +90,6 @@ __all__ = [
     "Run",
     "Scaffold",
     "SiloBN",
-    "UploadError",
     "__version__",
     "compare",
     "federation",

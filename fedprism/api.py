@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from fedprism import config as configuration
-from fedprism.config import Config, Named
+from fedprism.config import Config, EvaluateConfig, Named
 from fedprism.data.images import normalise
 from fedprism.engines.client import Job, client_receive, make_info, make_now
 from fedprism.engines.events import Callback, Snapshot
 from fedprism.engines.inprocess import ENGINES
-from fedprism.engines.loop import make_loop
+from fedprism.engines.loop import Loop, make_loop
 from fedprism.engines.numerics import choose_device, choose_precision, numerics
 from fedprism.engines.passes import keyed_draw, learning_rate
 from fedprism.errors import ConfigError, DataError, FedprismError, RecordError
@@ -34,13 +35,23 @@ from fedprism.report.table import Table, table
 # --- configurations --------------------------------------------------------------------------------------------------
 
 
-def resolve(config: Config, method: Method | None = None) -> Config:
-    """The same configuration with every default of its method written out; whatever is unknown is an error here."""
+def resolve(config: Config, given: Method | None = None) -> Config:
+    """The same configuration with every default of its method written out; whatever is unknown is an error here.
+
+    A method's own moment is always evaluated: without it there would be nothing to print.
+    """
+    config = configuration.structure(configuration.plain(config), Config)  # what Python has built is checked like YAML
+    method = given or make(config.method)
+    configuration.structure(configuration.plain(method), type(method), "method")
     learning_rate(config.train, 0)
     if config.run.engine != "auto":
         ENGINES[config.run.engine]
     choose_precision(config.run.precision, choose_device(config.run.device))
-    return replace(config, method=named(method or make(config.method)))
+    if "test" not in config.evaluate.splits:
+        raise ConfigError(f"evaluate.splits is {list(config.evaluate.splits)}; the test part must be in it.")
+    moments = tuple(dict.fromkeys((*config.evaluate.moments, method.moment)))
+    evaluate = configuration.structure({**configuration.plain(config.evaluate), "moments": moments}, EvaluateConfig)
+    return replace(config, method=named(method), evaluate=evaluate)
 
 
 def directory_of(config: Config, name: str, out: str | Path | None, method: Method | None = None) -> Path:
@@ -48,7 +59,7 @@ def directory_of(config: Config, name: str, out: str | Path | None, method: Meth
     pattern = str(out) if out is not None else config.run.out
     try:
         return Path(pattern.format(config=name, method=(method or make(config.method)).id, seed=config.seed))
-    except (KeyError, IndexError, ValueError):
+    except (KeyError, IndexError, ValueError, AttributeError):
         raise ConfigError(
             f"run.out is {pattern!r}; it may hold {{config}}, {{method}} and {{seed}}, and nothing else in braces."
         ) from None
@@ -77,7 +88,7 @@ def train(
     base = configuration.plain(Config(seed=federation.seed, data=federation.data))
     given = method if isinstance(method, Method) else None
     base["method"] = named(given).plain() if given is not None else {"name": method}
-    base["model"] = {"name": model} if isinstance(model, str) else dict(model)
+    base["model"] = model if isinstance(model, str) else {**model} if isinstance(model, Mapping) else repr(model)
     if rounds is not None:
         base["train"]["rounds"] = rounds
     config = configuration.structure(configuration.override(base, settings), Config)
@@ -88,23 +99,23 @@ def train(
         raise ConfigError(
             "settings cannot change the seed or the data of a federation that is made; pass them to fp.federation()."
         )
-    if out is False:
-        path = Path(tempfile.mkdtemp(prefix="fedprism-")) / "run"
-    else:
-        path = directory_of(config, federation.name, None if out is None or out is True else out, given)
-    if overwrite and path.exists():
-        read_run(path)  # refuses to delete what is not a run
-        shutil.rmtree(path)
-    with RunDirectory.create(path, config) as directory:
-        return _run(config, federation, directory, callbacks, given)
+    if out is not False:
+        path = directory_of(config, federation.name, None if isinstance(out, bool) else out, given)
+        return _run_new(config, federation, path, callbacks, given, overwrite)
+    folder = Path(tempfile.mkdtemp(prefix="fedprism-"))
+    try:
+        run = _run_new(config, federation, folder / "run", callbacks, given)
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+    weakref.finalize(run, shutil.rmtree, folder, ignore_errors=True)  # when the run is no longer in use
+    return run
 
 
 def run_config(config: Config, name: str, *, out: str | Path | None = None, callbacks: Sequence[Callback] = ()) -> Run:
     """Train what a configuration describes; `name` is the {config} in `run.out`."""
     config = resolve(config)
-    federation = _federation(config)
-    with RunDirectory.create(directory_of(config, name, out), config) as directory:
-        return _run(config, federation, directory, callbacks)
+    return _run_new(config, _federation(config), directory_of(config, name, out), callbacks)
 
 
 def resume(
@@ -122,24 +133,50 @@ def resume(
         if directory.status in ("finished", "diverged"):
             return load(path, method=method)
         config = directory.config
-        return _run(config, federation or _federation(config), directory, callbacks, method)
+        loop = _make_loop(config, federation or _federation(config), method)
+        return _run(loop, directory, callbacks, method)
 
 
-def _run(
-    config: Config,
-    federation: Federation,
-    directory: RunDirectory,
-    callbacks: Sequence[Callback],
-    given: Method | None = None,
-) -> Run:
+def _make_loop(config: Config, federation: Federation, given: Method | None = None) -> Loop:
+    """The run in memory, before anything is written: what does not fit together is told here."""
     method, device = given or make(config.method), choose_device(config.run.device)
     info = make_info(config, federation.names, federation.classes, federation.shape)
     kind = ENGINES["inprocess" if config.run.engine == "auto" else config.run.engine]
-    engine = kind(method, config, info, federation, device)
-    with numerics(config.run, device):
-        loop = make_loop(method, config, info, federation, engine, device)
+    return make_loop(method, config, info, federation, kind(method, config, info, federation, device), device)
+
+
+def _run_new(
+    config: Config,
+    federation: Federation,
+    path: Path,
+    callbacks: Sequence[Callback],
+    given: Method | None = None,
+    overwrite: bool = False,
+) -> Run:
+    loop = _make_loop(config, federation, given)
+    aside = _set_aside(path) if overwrite and path.exists() else None
+    with RunDirectory.create(path, config) as directory:
+        if aside is not None:
+            shutil.rmtree(aside)
+        try:
+            return _run(loop, directory, callbacks, given)
+        except BaseException:
+            if not directory.begun():  # nothing was recorded: leave no directory in the way of the next try
+                shutil.rmtree(path)
+            raise
+
+
+def _run(loop: Loop, directory: RunDirectory, callbacks: Sequence[Callback], given: Method | None) -> Run:
+    with numerics(loop.config.run, loop.device):
         loop.run([directory.recorder(), *callbacks], start=directory.latest())
     return load(directory.path, method=given)
+
+
+def _set_aside(path: Path) -> Path:
+    """Move a run out of the way of its successor; one that is being written, or that is no run, is refused."""
+    with RunDirectory.open(path, write=True):
+        aside = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+        return path.rename(aside / path.name).parent
 
 
 def _federation(config: Config) -> Federation:
@@ -179,6 +216,10 @@ def cells(
         for seed in seeds:
             each = resolve(replace(config, seed=seed, method=chosen))
             result.append(Cell(each, directory_of(each, name, None if out is None else Path(out) / "{method}-{seed}")))
+    paths = [cell.path for cell in result]
+    twice = next((path for path in paths if paths.count(path) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"two runs of this comparison would be written to {twice}; give --out, or other names.")
     return result
 
 
@@ -221,9 +262,10 @@ def _run_cell(cell: Cell, federations: dict[int, Federation], callbacks: Sequenc
     if config.seed not in federations:
         federations.clear()  # one at a time in memory
         federations[config.seed] = _federation(config)
-    begun = status is not None
-    with RunDirectory.open(cell.path, write=True) if begun else RunDirectory.create(cell.path, config) as directory:
-        return _run(config, federations[config.seed], directory, callbacks)
+    if status is None:
+        return _run_new(config, federations[config.seed], cell.path, callbacks)
+    with RunDirectory.open(cell.path, write=True) as directory:
+        return _run(_make_loop(config, federations[config.seed]), directory, callbacks, None)
 
 
 # --- what comes out --------------------------------------------------------------------------------------------------

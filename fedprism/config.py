@@ -73,7 +73,7 @@ class DataConfig:
     split: SplitConfig = setting(SplitConfig(), "train / validation / test, fixed by the seed")
     samples: int | None = setting(None, "a fixed number of training images a client; null: all", positive, "1 or more")
     public: int = setting(0, "images set aside for everyone before dealing", lambda v: v >= 0, "0 or more")
-    image_size: int = setting(16, "pixels a side", positive, "1 or more")
+    image_size: int = setting(16, "pixels a side", lambda v: 1 <= v <= 4096, "1 to 4096")
     normalize: Literal["half", "none"] = setting("half", "half: to [-1, 1]; none: to [0, 1]")
     augment: Literal["none"] = setting("none", "changes to training images, drawn anew each epoch")
 
@@ -159,7 +159,9 @@ class EvaluateConfig:
 class RunConfig:
     engine: str = setting("auto", "`fedprism list engines`")
     device: str = setting("auto", "cpu, cuda, cuda:1; auto: cuda where there is one")
-    threads: int = setting(1, "intra-op threads of a client; the bits depend on it", positive, "1 or more")
+    threads: int = setting(
+        1, "intra-op threads of a client; the bits depend on it", lambda v: 1 <= v <= 1024, "1 to 1024"
+    )
     memory_format: Literal["contiguous", "channels_last"] = setting("contiguous", "of images; the bits depend on it")
     deterministic: bool = setting(True, "the same seed gives the same bits, on a GPU too")
     precision: Literal["auto", "fp32", "tf32"] = setting("auto", "auto: tf32 on a GPU that has it, fp32 elsewhere")
@@ -240,11 +242,27 @@ def _model(raw: Any, _: Any) -> ModelConfig:
         raw = {"name": raw}
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{raw!r} is neither a model's name nor a mapping")
+    if not isinstance(raw.get("name", ""), str):
+        raise ConfigError(f"{raw['name']!r} is not a model's name")
     own = {f.name for f in dataclasses.fields(ModelConfig)} - {"settings"}
     known = {k: v for k, v in raw.items() if k in own}
     if "head_layers" in known:
         known["head_layers"] = _converter.structure(known["head_layers"], int | Literal["all"])  # type: ignore[arg-type]
     return ModelConfig(**known, settings={k: v for k, v in raw.items() if k not in own})
+
+
+def _tuple(raw: Any, kind: Any) -> Any:
+    if not isinstance(raw, list | tuple):
+        raise ConfigError(f"{raw!r} is not a list")
+    items = typing.get_args(kind)
+    kinds = [items[0]] * len(raw) if items[-1] is Ellipsis else items
+    if len(kinds) != len(raw):
+        raise ConfigError(f"{raw!r} is not a list of {len(kinds)}")
+    return tuple(_converter.structure(item, each) for item, each in zip(raw, kinds, strict=True))
+
+
+def _is_tuple(kind: Any) -> bool:
+    return typing.get_origin(kind) is tuple
 
 
 def _is_literal(kind: Any) -> bool:
@@ -262,6 +280,7 @@ _converter.register_structure_hook(float, _strict(float, (int, float), "a number
 _converter.register_structure_hook(str, _strict(str, (str,), "a text"))
 _converter.register_structure_hook_func(_is_literal, _literal)
 _converter.register_structure_hook_func(_is_union, _union)
+_converter.register_structure_hook_func(_is_tuple, _tuple)
 _converter.register_structure_hook(Named, _named)
 _converter.register_structure_hook(ModelConfig, _model)
 _converter.register_unstructure_hook(Named, lambda named: named.plain())
@@ -361,12 +380,15 @@ def override(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]
             raise ConfigError(f"--set {text!r}: the value is not YAML ({error}).") from None
         level, default = result, plain(Config())
         for name in keys[:-1]:
-            default = default.get(name) or {}
-            inner = level.get(
-                name, default if "name" in default else {}
-            )  # `method.mu=1` alone is of the default method
+            default = default.get(name, {}) if isinstance(default, Mapping) else {}
+            inner = level.get(name, default)
+            if isinstance(inner, str):  # a name alone: its settings lie beside it
+                inner = {"name": inner}
+            if inner is not None and not isinstance(inner, Mapping):
+                raise ConfigError(f"--set {text!r}: {name} is {inner!r}, a single value without keys of its own.")
+            # Where the file is silent the default's name holds: `method.mu=1` alone is of the default method.
             level[name] = (
-                {"name": inner} if isinstance(inner, str) else dict(inner) if isinstance(inner, Mapping) else {}
+                dict(inner or {}) if name in level else {k: v for k, v in (inner or {}).items() if k == "name"}
             )
             level = level[name]
         level[keys[-1]] = parsed

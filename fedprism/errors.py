@@ -22,10 +22,6 @@ class RecordError(FedprismError):
     """A run directory is locked, damaged, of another version, or in the way."""
 
 
-class UploadError(FedprismError):
-    """A client's upload is not what its method declares, or is not finite."""
-
-
 def unknown(kind: str, given: str, known: Iterable[str]) -> str:
     """'unknown method 'fedavgg': did you mean 'fedavg'? Known: …' — the same sentence everywhere."""
     names = sorted(known)

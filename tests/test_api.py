@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,10 +12,10 @@ import torch
 
 import fedprism as fp
 from fedprism import api
-from fedprism.config import Config, read, structure
+from fedprism.config import Config, TrainConfig, read, structure
 from fedprism.data.images import normalise
-from fedprism.methods.base import Method
-from fedprism.records import Protocol, outcome
+from fedprism.methods.base import Method, Pass
+from fedprism.records import Protocol, RunDirectory, outcome
 
 SMALL = ["train.epochs=1", "run.checkpoint_every=2"]
 
@@ -216,6 +217,98 @@ def test_a_method_of_a_session_trains_and_says_how_to_find_it_again(three: fp.Fe
         len(fp.load(run.path).models)
     with pytest.raises(fp.ConfigError, match="already made"):
         fp.train(three, fp.FedProx(), settings=["method.mu=3"], out=False)
+
+
+def test_a_run_is_replaced_only_when_its_successor_can_begin(three: fp.Federation, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    first = fp.train(three, "fedavg", "mlp", rounds=1, out=out)
+    with pytest.raises(fp.ConfigError, match="one architecture"):
+        fp.train(three, "fedavg", {"per_client": ["mlp", "lenet-bn"]}, rounds=1, out=out, overwrite=True)
+    with RunDirectory.open(out, write=True), pytest.raises(fp.RecordError, match="being written by another process"):
+        fp.train(three, "fedavg", "mlp", rounds=1, out=out, overwrite=True)
+    assert fp.load(out).record == first.record
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    fp.train(three, "fedavg", "mlp", rounds=2, out=out, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_mistake_leaves_no_directory_in_the_way(three: fp.Federation, tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Broken(Method):
+        def predict(self, model: object, x: torch.Tensor, draw: object) -> torch.Tensor:
+            raise RuntimeError("a bug")
+
+    out = tmp_path / "run"
+    with pytest.raises(fp.ConfigError, match="lenet-bn"):
+        fp.train(three, "fedavg", "lenet", rounds=1, out=out)
+    with pytest.raises(fp.ConfigError, match="batch norm"):
+        fp.train(three, "fedavg", rounds=1, out=out, settings=["train.batch=1"])
+    with pytest.raises(RuntimeError, match="a bug"):
+        fp.train(three, Broken(), "mlp", rounds=1, out=out)
+    assert not out.exists()
+    assert fp.train(three, "fedavg", "mlp", rounds=1, out=out).status == "finished"
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        (fp.FedProx(mu=-1), "mu is -1"),
+        (fp.FedProx(mu=float("nan")), "mu is nan"),
+        (fp.FedProx(mu="a"), "'a' is not a number"),  # type: ignore[arg-type]
+        (fp.FedRep(head_epochs=0), "head_epochs is 0"),
+        (fp.FedProto(inference="protoype"), "Did you mean 'prototype'"),  # type: ignore[arg-type]
+    ],
+)
+def test_hyper_parameters_given_in_python_are_checked(three: fp.Federation, method: Method, words: str) -> None:
+    with pytest.raises(fp.ConfigError, match=words):
+        fp.train(three, method, "mlp", rounds=1, out=False)
+
+
+def test_a_configuration_made_in_python_is_checked(tmp_path: Path) -> None:
+    with pytest.raises(fp.ConfigError, match=r"train\.rounds is -1"):
+        fp.run_config(Config(train=TrainConfig(rounds=-1)), "x", out=tmp_path / "run")
+    with pytest.raises(fp.ConfigError, match="the test part must be in it"):
+        api.resolve(structure({"evaluate": {"splits": ["validation"]}}, Config))
+    assert api.resolve(structure({"evaluate": {"moments": []}}, Config)).evaluate.moments == ("received",)
+
+
+def test_the_methods_own_moment_is_always_evaluated(three: fp.Federation) -> None:
+    @dataclass(frozen=True)
+    class Tuned(Method):
+        moment = "adapted"
+
+        def adapt(self, me: object, now: object) -> list[Pass]:
+            return [Pass(self.loss, "tune")]
+
+    run = fp.train(three, Tuned(), "mlp", rounds=1, out=False)
+    assert outcome(run.record, Protocol()).moment == "adapted"
+
+
+def test_other_images_are_not_resumed_on(three: fp.Federation, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    site = lambda: (rng.integers(0, 256, (40, 1, 12, 12), dtype=np.uint8), np.arange(40) % 3)  # noqa: E731
+    mine = fp.Federation.from_arrays({"north": site(), "south": site()}, name="mine")
+    other = fp.Federation.from_arrays({"north": site(), "south": site()}, name="mine")
+    with pytest.raises(KeyboardInterrupt):
+        fp.train(mine, "fedavg", "mlp", rounds=5, out=tmp_path / "run", callbacks=[Interrupt()])
+    with pytest.raises(fp.RecordError, match=r"images\.north"):
+        fp.resume(tmp_path / "run", federation=other)
+    assert fp.resume(tmp_path / "run", federation=mine).status == "finished"
+
+
+def test_two_cells_never_share_a_directory(tmp_path: Path) -> None:
+    config = structure({"model": "mlp", "run": {"out": str(tmp_path / "same")}}, Config)
+    with pytest.raises(fp.ConfigError, match="two runs of this comparison would be written to"):
+        fp.compare(config, ["local", "fedavg"], [0], "x")
+
+
+def test_a_run_that_is_kept_nowhere_is_gone_with_its_object(three: fp.Federation) -> None:
+    run = fp.train(three, "fedavg", "mlp", rounds=1, out=False)
+    path = run.path
+    assert path.exists()
+    del run
+    gc.collect()
+    assert not path.exists()
 
 
 def test_everything_public_is_there() -> None:

@@ -144,13 +144,18 @@ def test_ditto_with_a_pull_is_not_local(tiny: Federation) -> None:
     assert not any(same(part(state, "personal."), alone.states[client]) for client, state in both.states.items())
 
 
+def network(state: State) -> State:
+    """A client's state without what LG-FedAvg remembers beside the network."""
+    return {name: tensor for name, tensor in state.items() if name != "started"}
+
+
 def test_lg_fedavg_that_never_ends_its_warm_up_is_uniform_fedavg(tiny: Federation) -> None:
     sites = unequal(tiny)
     uniform = train(FedAvg(), sites, clients={"weighting": "uniform"})
     for warmup in (3, 10):
         warm = train(LGFedAvg(warmup=warmup), sites)
         assert same({n: t for n, t in warm.server.items() if n != "started"}, uniform.server)
-        assert all(same(state, uniform.states[client]) for client, state in warm.states.items())
+        assert all(same(network(state), uniform.states[client]) for client, state in warm.states.items())
         assert warm.correct() == uniform.correct()
     assert warm.correct() != train(FedAvg(), sites).correct()
     assert warm.correct() != train(LGFedAvg(warmup=2), sites).correct()
@@ -235,7 +240,7 @@ def test_fedproto_without_a_pull_trains_as_local(inference: Any, tiny: Federatio
 def test_one_client_is_alone(method: Method, tiny: Federation) -> None:
     one = replace(tiny, clients={"plain": tiny.clients["plain"]})
     together, alone = train(method, one), train(Local(), one)
-    assert same(together.states["plain"], alone.states["plain"])
+    assert same(network(together.states["plain"]), alone.states["plain"])
     assert together.correct() == alone.correct()
 
 

@@ -22,6 +22,7 @@ from fedprism.methods.fedavg import FedAvg
 from fedprism.methods.fedbn import FedBN
 from fedprism.methods.fedproto import FedProto
 from fedprism.methods.fedprox import FedProx
+from fedprism.methods.lg_fedavg import LGFedAvg
 from fedprism.methods.local import Local
 from tests.helpers import CPU, Collect, loop_for, same
 
@@ -76,7 +77,8 @@ def test_drop_outs_follow_their_probability() -> None:
 
 
 def test_everybody_drops_out_and_the_old_state_is_kept(three: Federation) -> None:
-    loop, seen, status = run(FedAvg(), config(clients={"dropout": 1.0}), three)
+    with pytest.warns(UserWarning, match="in round 1 every client failed .dropped out after training."):
+        loop, seen, status = run(FedAvg(), config(clients={"dropout": 1.0}), three)
     assert status == "finished"
     assert all(state is None for state in loop.states.values())
     assert all(same(seen.snapshots[0].server, s.server) for s in seen.snapshots)
@@ -384,3 +386,68 @@ def test_what_is_not_finite_is_found_by_name() -> None:
     assert not_finite({}) is None
     for value in (float("nan"), float("inf"), -float("inf")):
         assert not_finite({**sound, "e": torch.tensor([1.0, value, 2.0]), "f": torch.tensor(value)}) == "e"
+
+
+def test_public_images_reach_a_pass_that_asks_for_them() -> None:
+    @dataclass(frozen=True)
+    class Public(Method):
+        def passes(self, me: Me, now: Now) -> list[Pass]:
+            return [Pass(self.loss, "public", data="public")]
+
+    data = federation("digits-skew", clients=3, seed=0, samples=24, public=50)
+    loop, seen, _ = run(Public(), config(train={"rounds": 1, "batch": 16}), data)
+    assert all(state is not None for state in loop.states.values())
+    assert same(loop.states["plain"], loop.states["plain"])
+    # 50 images in batches of 16: the last two of them make a batch of their own.
+    assert set(seen.records[1].logs["plain"]) == {"loss/public"}
+    with pytest.raises(ConfigError, match=r"set data\.public"):
+        run(Public(), config(), federation("digits-skew", clients=3, seed=0, samples=24))
+
+
+def test_global_needs_batch_norm_to_be_shared(three: Federation) -> None:
+    moments = {"moments": ["received", "global"]}
+    shared = run(FedAvg(), config(model={"name": "lenet-bn"}, evaluate=moments), three)[1]
+    own = run(
+        FedAvg(), config(model={"name": "lenet-bn"}, evaluate=moments, train={"rounds": 2, "bn": "local"}), three
+    )[1]
+    assert "global" in shared.records[-1].scores
+    assert "global" not in own.records[-1].scores
+
+
+def test_server_learning_rate_without_weights_is_refused(three: Federation) -> None:
+    with pytest.raises(ConfigError, match="fedproto averages no weights"):
+        run(FedProto(), config(server={"lr": 0.5}), three)
+
+
+@dataclass(frozen=True)
+class Masked(Method):
+    """FedAvg over a wire on which every client's traffic is masked with noise of its own."""
+
+    def encode(self, state: State, now: Now) -> State:
+        return {n: t + self.mask(n, t, now) if t.is_floating_point() else t for n, t in state.items()}
+
+    def decode(self, state: State, now: Now) -> State:
+        return {n: t - self.mask(n, t, now) if t.is_floating_point() else t for n, t in state.items()}
+
+    def mask(self, name: str, tensor: Tensor, now: Now) -> Tensor:
+        assert now.client is not None
+        return torch.rand(tensor.shape, generator=now.rng("mask", name))
+
+
+def test_both_ends_of_the_wire_know_whose_it_is(three: Federation) -> None:
+    masked, plain = run(Masked(), config(), three)[0], run(FedAvg(), config(), three)[0]
+    for name, tensor in plain.server.items():
+        torch.testing.assert_close(masked.server[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_lg_fedavg_keeps_the_bodies_of_those_who_train_outside_the_cohort(three: Federation) -> None:
+    settings = config(train={"rounds": 3}, clients={"train": "all", "participation": 0.34})
+    _, seen, _ = run(LGFedAvg(warmup=1), settings, three)
+    first, second = seen.snapshots[2], seen.snapshots[3]
+    outside = next(c for c in three.names if c not in seen.records[2].cohort)
+    before, after, averaged = first.clients[outside], second.clients[outside], seen.snapshots[1].server
+    assert before is not None
+    assert after is not None
+    leaf = "body.fc1.weight"
+    own, reset = (after[leaf] - before[leaf]).norm(), (after[leaf] - averaged[leaf]).norm()
+    assert own < reset, "its second round went on from its own body, not from the warm-up's"

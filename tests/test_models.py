@@ -256,7 +256,7 @@ def test_head_layers_that_are_not_there(name: str, head_layers: int | str, messa
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("resnet18", {"widht": 16}, "unknown key 'widht'. Did you mean 'width'.*model resnet18"),
+        ("resnet18", {"widht": 16}, "model: unknown key 'widht'. Did you mean 'width'"),
         ("resnet18", {"width": 0}, "width is 0; expected 1 or more"),
         ("resnet18", {"width": "16"}, "'16' is not a whole number"),
         ("mlp", {"hidden": [8, 0]}, r"hidden is \(8, 0\)"),

@@ -16,7 +16,7 @@ from fedprism.config import Config
 from fedprism.engines.evaluate import score
 from fedprism.engines.events import Score
 from fedprism.engines.passes import learning_rate, run_pass
-from fedprism.federation import ClientData
+from fedprism.federation import ClientData, Split
 from fedprism.methods.base import Info, Me, Method, Now, Pass, State, load
 from fedprism.methods.leaves import travelling
 from fedprism.models import architectures
@@ -34,6 +34,7 @@ class Job:
     data: ClientData
     round: int  # counts from 0
     device: torch.device = torch.device("cpu")
+    public: Split | None = None  # images that everybody has
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def client_evaluate(job: Job, state: State | None, down: State, slot: Me | None 
     scores: Scores = {}
     if "received" in moments:
         scores["received"] = _score(me, job, "received")
-    if "global" in moments and job.method.has_global:
+    if "global" in moments and job.method.has_global and bn_policy(job.method, job.config) == "shared":
         scores["global"] = _score(me, job, "global")
     if "adapted" in moments:
         _train(me, job, now, job.method.adapt)
@@ -110,12 +111,20 @@ def make_now(
     method: Method, config: Config, info: Info, model: nn.Module, round: int, client: str | None = None
 ) -> Now:
     """Where we are; `model` is that client's (or the server's), which decides what travels."""
-    weighting = method.weighting if config.clients.weighting == "method" else config.clients.weighting
+    weighting = chosen(config.clients.weighting, method.weighting)
     now = Now(round, config.train.rounds, info, config.train, learning_rate(config.train, round), weighting, client)
-    bn = method.bn if config.train.bn == "method" else config.train.bn
     wanted = set(method.shared(model, now))
     names = tuple(name for name in model.state_dict() if name in wanted)
-    return replace(now, shared=travelling(model, names, bn))
+    return replace(now, shared=travelling(model, names, bn_policy(method, config)))
+
+
+def chosen(configured: str, of_method: str) -> str:
+    """A setting's value, where `method` means what the method's paper says."""
+    return of_method if configured == "method" else configured
+
+
+def bn_policy(method: Method, config: Config) -> str:
+    return chosen(config.train.bn, method.bn)
 
 
 def open_slot(job: Job) -> Me:
@@ -153,7 +162,7 @@ def _enter(me: Me, job: Job, state: State | None, down: State) -> Now:
     first = state if state is not None else job.method.build(info.archs[client], client, info, info.seed).state_dict()
     load(me.model, first)
     now = make_now(job.method, job.config, info, me.model, job.round, client)
-    now = replace(now, data=job.data.to(job.device), new=state is None, device=job.device)
+    now = replace(now, data=job.data.to(job.device), public=job.public, new=state is None, device=job.device)
     with torch.no_grad():
         sent = {name: tensor.to(job.device) for name, tensor in down.items()}
         now = replace(now, down=job.method.decode(sent, now))

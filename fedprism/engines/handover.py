@@ -16,17 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
-from fedprism.config import Config, plain, structure
+from fedprism.config import SPLITS, Config, plain, structure
 from fedprism.engines.client import Failure, Job, Result, client_round, make_info
 from fedprism.engines.events import Score
 from fedprism.engines.numerics import choose_device, numerics
+from fedprism.engines.wire import deserialise, serialise
 from fedprism.federation import ClientData, Split
 from fedprism.methods import make
 from fedprism.methods.base import State
 
-SPLITS = ("train", "validation", "test")
+_INPUTS = ("task.json", "data.safetensors", "down.safetensors", "state.safetensors")
+_OUTPUTS = ("upload.safetensors", "records.json", "failure.json")
 
 
 def write_task(folder: Path, job: Job, state: State | None, down: State) -> None:
@@ -41,8 +42,11 @@ def write_task(folder: Path, job: Job, state: State | None, down: State) -> None
         "round": job.round,
     }
     folder.mkdir(parents=True, exist_ok=True)
+    for name in (*_INPUTS, *_OUTPUTS):  # of an earlier round
+        (folder / name).unlink(missing_ok=True)
     (folder / "task.json").write_text(json.dumps(task), encoding="utf-8")
-    parts = {f"{s}.{leaf}": getattr(job.data.split(s), leaf) for s in SPLITS for leaf in ("x", "y")}
+    splits = {s: job.data.split(s) for s in SPLITS} | ({"public": job.public} if job.public is not None else {})
+    parts = {f"{s}.{leaf}": getattr(split, leaf) for s, split in splits.items() for leaf in ("x", "y")}
     _write(folder / "data.safetensors", parts)
     _write(folder / "down.safetensors", down)
     if state is not None:
@@ -55,14 +59,15 @@ def run_task(folder: Path) -> None:
     config = structure(task["config"], Config)
     device = choose_device(config.run.device)
     info = make_info(config, task["clients"], task["classes"], tuple(task["shape"]))
-    parts = load_file(folder / "data.safetensors")
-    splits = {s: Split(parts[f"{s}.x"], parts[f"{s}.y"]) for s in SPLITS}
+    parts = _read(folder / "data.safetensors")
+    splits = {s: Split(parts[f"{s}.x"], parts[f"{s}.y"]).to(device) for s in (*SPLITS, "public") if f"{s}.x" in parts}
+    public = splits.pop("public", None)
     data = ClientData(task["client"], task["domain"], **splits, classes=info.classes)
-    job = Job(make(config.method), config, info, data.to(device), task["round"], device)
+    job = Job(make(config.method), config, info, data, task["round"], device, public)
     kept = folder / "state.safetensors"
-    state = load_file(kept) if kept.exists() else None
+    state = _read(kept) if kept.exists() else None
     with numerics(config.run, device):
-        answer = client_round(job, state, load_file(folder / "down.safetensors"))
+        answer = client_round(job, state, _read(folder / "down.safetensors"))
     if isinstance(answer, Failure):
         (folder / "failure.json").write_text(json.dumps(dataclasses.asdict(answer)), encoding="utf-8")
         return
@@ -79,12 +84,16 @@ def read_result(folder: Path) -> Result | Failure:
         return Failure(**json.loads(failure.read_text(encoding="utf-8")))
     records = json.loads((folder / "records.json").read_text(encoding="utf-8"))
     scores = {m: {part: structure(values, Score) for part, values in of.items()} for m, of in records["scores"].items()}
-    state, upload = load_file(folder / "state.safetensors"), load_file(folder / "upload.safetensors")
+    state, upload = _read(folder / "state.safetensors"), _read(folder / "upload.safetensors")
     return Result(state, upload, records["samples"], records["logs"], scores)
 
 
 def _write(path: Path, state: State) -> None:
-    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}, path)
+    path.write_bytes(serialise(state))
+
+
+def _read(path: Path) -> State:
+    return deserialise(path.read_bytes())
 
 
 if __name__ == "__main__":

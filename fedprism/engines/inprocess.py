@@ -37,7 +37,10 @@ class Request:
 
 
 class Engine(Protocol):
-    """Where clients run. Answers one entry a request; a client that fails is a `Failure`, never an exception."""
+    """Where clients run. Answers an entry a request; what can go wrong with one client alone is a `Failure`.
+
+    A mistake in a method is an exception: it would be the same for every client.
+    """
 
     def train(self, round: int, requests: Mapping[str, Request]) -> dict[str, Result | Failure]: ...
     def evaluate(self, round: int, requests: Mapping[str, Request]) -> dict[str, Scores | Failure]: ...
@@ -55,7 +58,7 @@ class InProcess:
         self, method: Method, config: Config, info: Info, federation: Federation, device: torch.device
     ) -> None:
         self.method, self.config, self.info, self.device = method, config, info, device
-        self.clients = federation.clients
+        self.clients, self.public = federation.clients, federation.public.to(device)
         self.slots: dict[Arch, Me] = {}
         self.on_device: dict[str, ClientData] = {}
 
@@ -75,7 +78,8 @@ class InProcess:
         for client, request in requests.items():
             if client not in self.on_device:
                 self.on_device[client] = self.clients[client].to(self.device)
-            job = Job(self.method, self.config, self.info, self.on_device[client], round, self.device)
+            data = self.on_device[client]
+            job = Job(self.method, self.config, self.info, data, round, self.device, self.public)
             arch = self.info.archs[client]
             if arch not in self.slots:
                 self.slots[arch] = open_slot(job)

@@ -7,20 +7,23 @@ progress and trackers are callbacks.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 
 import torch
 from torch import nn
 
 from fedprism import keys
-from fedprism.config import ClientsConfig, Config
-from fedprism.engines.client import Failure, Result, due, make_now, not_finite
+from fedprism.config import SPLITS, ClientsConfig, Config
+from fedprism.engines.client import Failure, Result, chosen, due, make_now, not_finite
 from fedprism.engines.events import Callback, Plan, RoundRecord, Score, Snapshot, Status
 from fedprism.engines.inprocess import Engine, Request
+from fedprism.engines.wire import size
 from fedprism.errors import ConfigError, FedprismError
-from fedprism.federation import Federation
-from fedprism.methods import METHODS
+from fedprism.federation import ClientData, Federation
+from fedprism.methods import METHODS, leaves
 from fedprism.methods.base import Info, Method, Now, State, Upload
 from fedprism.models import Arch
 
@@ -41,6 +44,7 @@ class Loop:
     models: dict[Arch, nn.Module]  # one of each architecture, to ask the method what travels
     server: State
     states: States
+    kept_old: bool = False  # has a round in which every client failed been told of?
 
     def run(self, callbacks: Sequence[Callback], start: Snapshot | None = None) -> Status:
         """All rounds (after `start`, if given); returns `finished` or `diverged`."""
@@ -72,8 +76,8 @@ class Loop:
         config, clients = self.config, self.config.clients
         now = self.now(round)
         cohort = draw_cohort(clients, self.info, round)
-        trainers = self.info.clients if self._policy(clients.train, self.method.trainers) == "all" else cohort
-        told = self.info.clients if self._policy(clients.broadcast, self.method.broadcast) == "all" else trainers
+        trainers = self.info.clients if chosen(clients.train, self.method.trainers) == "all" else cohort
+        told = self.info.clients if chosen(clients.broadcast, self.method.broadcast) == "all" else trainers
         requests = {client: self._request(client, now) for client in told}
         down = {client: size(request.down) for client, request in requests.items()}
 
@@ -85,7 +89,10 @@ class Loop:
 
         uploads, up, logs, trained, lost = [], {}, {}, {}, 0
         for client in (c for c in trainers if c in answers):
-            answer = self._accept(answers[client], client, now, in_cohort=client in cohort)
+            answer, sent = answers[client], 0
+            if isinstance(answer, Result) and client in cohort:
+                sent = size(answer.upload)
+                answer = self._accept(answer, client, now)
             if isinstance(answer, Failure):
                 failed[client] = answer.reason
                 lost += answer.non_finite
@@ -93,10 +100,19 @@ class Loop:
             self.states[client] = answer.state
             logs[client], trained[client] = answer.logs, answer.scores
             if client in cohort:
-                up[client] = size(answer.upload)
-                uploads.append(Upload(client, answer.samples, self.method.decode(answer.upload, now)))
+                up[client] = sent
+                uploads.append(Upload(client, answer.samples, answer.upload))
         if uploads:
             self.server = self._aggregate(uploads, now)
+        diverged = lost > 0 and lost == len(answers)
+        if not uploads and not diverged and not self.kept_old:
+            self.kept_old = True
+            reasons = ", ".join(dict.fromkeys(failed.values()))
+            warnings.warn(
+                f"in round {round + 1} every client failed ({reasons}), so the old state is kept. Further rounds like "
+                "this are named in the records alone.",
+                stacklevel=2,
+            )
         idle = {client: requests[client] for client in told if client not in trainers}
         for client, state in self.engine.receive(round, idle).items():
             if not isinstance(state, Failure):
@@ -109,7 +125,7 @@ class Loop:
             _add(scores, trained)
         clock.lap("evaluate")
         record = RoundRecord(round + 1, cohort, failed, down, up, logs, scores, clock.seconds())
-        return record, lost > 0 and lost == len(answers)
+        return record, diverged
 
     def evaluate(self, round: int, cohort: Sequence[str]) -> Scores:
         """The moments that follow an aggregation, for the clients that the configuration names."""
@@ -131,7 +147,8 @@ class Loop:
 
     def now(self, round: int) -> Now:
         """The server's `now`."""
-        return make_now(self.method, self.config, self.info, self.models[self.info.arch], round)
+        now = make_now(self.method, self.config, self.info, self.models[self.info.arch], round)
+        return replace(now, device=self.device)
 
     def plan(self, first: int) -> Plan:
         """What callbacks are told at the start."""
@@ -147,20 +164,21 @@ class Loop:
             parameters={n: sizes[self.info.archs[n]] for n in self.info.clients},
             rounds=self.config.train.rounds,
             first_round=first,
+            images={n: digest(d) for n, d in self.federation.clients.items()},
+            device=str(self.device),
             moment=self.method.moment,
         )
 
     def _request(self, client: str, now: Now) -> Request:
-        down = self.method.send(self.server, client, replace(now, client=client))
-        return Request(self.states[client], self.method.encode(down, now))
+        now = replace(now, client=client)
+        return Request(self.states[client], self.method.encode(self.method.send(self.server, client, now), now))
 
-    def _accept(self, answer: Result | Failure, client: str, now: Now, in_cohort: bool) -> Result | Failure:
-        """A client's answer, or why it is refused."""
-        if isinstance(answer, Failure) or not in_cohort:
-            return answer
+    def _accept(self, answer: Result, client: str, now: Now) -> Result | Failure:
+        """A client's answer with its upload decoded, or why it is refused."""
         model = self.models[self.info.archs[client]]
         declared = self.method.uploads(model, make_now(self.method, self.config, self.info, model, now.round, client))
-        return check_upload(self.method.decode(answer.upload, now), declared, self.server) or answer
+        upload = self.method.decode(answer.upload, replace(now, client=client))
+        return check_upload(upload, declared, self.server) or replace(answer, upload=upload)
 
     def _aggregate(self, uploads: list[Upload], now: Now) -> State:
         """The method's average, approached by the server's step."""
@@ -175,9 +193,6 @@ class Loop:
             return mean
         weights = set(dict(self.models[self.info.arch].named_parameters()))
         return {n: self.server[n] + step * (t - self.server[n]) if n in weights else t for n, t in mean.items()}
-
-    def _policy(self, configured: str, of_method: str) -> str:
-        return of_method if configured == "method" else configured
 
     def _tell(self, callbacks: Sequence[Callback], record: RoundRecord) -> None:
         snapshot = Snapshot(record.round, dict(self.server), dict(self.states))
@@ -196,14 +211,24 @@ def make_loop(
             f"{len(set(info.archs.values()))}. Set one model.name, or choose a method that allows it: {able}."
         )
     models = {arch: method.build(arch, None, info, info.seed) for arch in dict.fromkeys(info.archs.values())}
+    if config.train.batch < 2 and any(leaves.norms(model) for model in models.values()):
+        raise ConfigError("train.batch is 1, but batch norm cannot train on one image; set train.batch to 2 or more.")
     server = method.server(models[info.arch], make_now(method, config, info, models[info.arch], 0))
+    if config.server.lr != 1 and not set(dict(models[info.arch].named_parameters())) & server.keys():
+        raise ConfigError(f"server.lr is {config.server.lr}, but {method.id} averages no weights; leave it at 1.")
     on_device = {name: tensor.to(device) for name, tensor in server.items()}
     return Loop(method, config, info, federation, engine, device, models, on_device, dict.fromkeys(info.clients))
 
 
-def size(state: Mapping[str, torch.Tensor]) -> int:
-    """Bytes of a state as sent."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+def digest(data: ClientData) -> str:
+    """A fingerprint of a client's images and labels: a run is resumed on the same ones or not at all."""
+    content = blake2b(digest_size=8)
+    for name in SPLITS:
+        split = data.split(name)
+        for tensor in (split.x, split.y):
+            content.update(repr(tuple(tensor.shape)).encode())
+            content.update(tensor.cpu().contiguous().numpy().data)
+    return content.hexdigest()
 
 
 def draw_cohort(clients: ClientsConfig, info: Info, round: int) -> tuple[str, ...]:

@@ -36,10 +36,10 @@ def run_pass(me: Me, each: Pass, now: Now, config: Config) -> Now:
 
 
 def _fit(me: Me, each: Pass, now: Now, config: Config) -> int:
-    trained = _prepare(me.model, each, config.train)
+    trained = _prepare(me.model, each)
     settings = replace(config.train.optimizer, **each.optimizer)
     optimizer = make_optimizer(settings, trained, learning_rate(config.train, now.round, settings.lr))
-    split, step = now.local.split(each.data), 0
+    split, step = now.split(each.data), 0
     for rows in _order(each, now, config.train, len(split)):
         x, y = inputs(split.x[rows], config), split.y[rows]
         me.draw = keyed_draw(now.device, now.info.seed, "noise", now.round, now.client or "", each.name, step)
@@ -66,7 +66,7 @@ def _fit(me: Me, each: Pass, now: Now, config: Config) -> int:
 @torch.no_grad()
 def _sweep(me: Me, each: Pass, now: Now, config: Config) -> int:
     me.model.eval()
-    split, step = now.local.split(each.data), 0
+    split, step = now.split(each.data), 0
     for step, rows in enumerate(torch.split(torch.arange(len(split), device=now.device), SWEEP_BATCH), start=1):
         me.draw = keyed_draw(now.device, now.info.seed, "noise", now.round, now.client or "", each.name, step - 1)
         each.loss(me, inputs(split.x[rows], config), split.y[rows])
@@ -74,7 +74,7 @@ def _sweep(me: Me, each: Pass, now: Now, config: Config) -> int:
     return step
 
 
-def _prepare(model: nn.Module, each: Pass, train: TrainConfig) -> list[nn.Parameter]:
+def _prepare(model: nn.Module, each: Pass) -> list[nn.Parameter]:
     """Switch gradients and modes for this pass; norm layers of which nothing is trained run in eval mode."""
     names = None if each.trains is None else set(each.trains)
     trained = []
@@ -88,10 +88,6 @@ def _prepare(model: nn.Module, each: Pass, train: TrainConfig) -> list[nn.Parame
     for prefix, module in model.named_modules():
         if isinstance(module, _NormBase) and names is not None:
             module.train(any(f"{prefix}.{leaf}" in names for leaf in module.state_dict()))
-        if isinstance(module, _NormBase) and module.training and (each.batch or train.batch) < each.least:
-            raise ConfigError(
-                "train.batch is 1, but batch norm cannot train on one image; set train.batch to 2 or more."
-            )
     return trained
 
 

@@ -67,13 +67,13 @@ class Domain(Partition):
 
     def settled(self, dataset: Dataset) -> Partition:
         sites = len(dataset.domain_names)
-        if dataset.sites and self.clients is not None and self.clients % sites:
-            if self.clients != _DEFAULT:
-                raise ConfigError(
-                    f"data.partition.clients is {self.clients}, but {dataset.name!r} has {sites} sites; "
-                    f"leave it out for one client a site, or ask for a multiple of {sites}."
-                )
+        if dataset.sites and self.clients == _DEFAULT:
             return replace(self, clients=sites)
+        if dataset.sites and self.clients is not None and self.clients % sites:
+            raise ConfigError(
+                f"data.partition.clients is {self.clients}, but {dataset.name!r} has {sites} sites; "
+                f"leave it out for one client a site, or ask for a multiple of {sites}."
+            )
         return super().settled(dataset)
 
     def deal(self, dataset: Dataset, pool: Indices, seed: int) -> list[Share]:

@@ -107,8 +107,10 @@ def _from_file(name: str) -> type[Method]:
         module = sys.modules[key] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)
-        except BaseException:
+        except BaseException as error:
             del sys.modules[key]
+            if isinstance(error, SyntaxError | ImportError | NameError | AttributeError | TypeError):
+                raise ConfigError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
             raise
     classes = {
         n: c for n, c in vars(module).items() if isinstance(c, type) and issubclass(c, Method) and c.__module__ == key

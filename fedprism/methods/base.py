@@ -27,8 +27,8 @@ from torch.nn.functional import cross_entropy
 
 from fedprism import keys
 from fedprism.config import TrainConfig, setting
-from fedprism.errors import FedprismError
-from fedprism.federation import ClientData
+from fedprism.errors import ConfigError, FedprismError
+from fedprism.federation import ClientData, Split
 from fedprism.methods import leaves
 from fedprism.models import Arch
 
@@ -70,6 +70,7 @@ class Now:
     client: str | None = None  # None: the server
     shared: tuple[str, ...] = ()  # what travels: `Method.shared` less what the batch-norm policy keeps at home
     data: ClientData | None = None
+    public: Split | None = None  # images that everybody has (`data.public`)
     down: State = field(default_factory=dict)  # what was received this round
     steps: Mapping[str, int] = field(default_factory=dict)  # optimiser steps done this round, by pass
     new: bool = False  # this client's first time
@@ -85,6 +86,14 @@ class Now:
         if self.data is None:
             raise FedprismError("`now.local` was asked for on the server, which has no data.")
         return self.data
+
+    def split(self, name: str) -> Split:
+        """The part of the data that a pass runs over: train, validation, test or public."""
+        if name != "public":
+            return self.local.split(name)
+        if self.public is None or not len(self.public):
+            raise ConfigError("the method trains on public images, but there are none; set data.public to some number.")
+        return self.public
 
     def weights(self, uploads: Sequence[Upload]) -> list[float]:
         """Each upload's share of an average: by training samples or uniform, as configured."""
@@ -113,7 +122,7 @@ class Pass:
     optimizer: Mapping[str, Any] = field(default_factory=dict)  # laid over train.optimizer
     batch: int | None = None  # None: train.batch
     least: int = 2  # a smaller last batch is merged into the one before (batch norm cannot train on one sample)
-    data: Literal["train", "validation"] = "train"
+    data: Literal["train", "validation", "public"] = "train"
     stream: str = ""  # batch order of its own; "": the same order as every other pass
     step: Callable[[Me, Tensor, Tensor, torch.optim.Optimizer], None] | None = None  # instead of loss, backward, update
     start: Callable[[Me, Now], None] | None = None

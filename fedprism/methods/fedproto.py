@@ -30,7 +30,7 @@ from fedprism.methods.base import (
     leaves,
 )
 
-UNKNOWN = -1e6  # score of a class that nobody has shown yet
+BELOW = 1e6  # how far the score of a class that nobody has shown yet lies below all others
 
 
 @register
@@ -42,6 +42,7 @@ class FedProto(Method):
     shares = "the mean feature of each class"
     stays = "the whole model"
     group = "prototypes"
+    bn = "local"
     reveals = "mean features of each class, and how many samples of a class a client has"
 
     lam: float = setting(1.0, "weight of the pull towards the class prototype", lambda v: v >= 0, "0 or more")
@@ -111,5 +112,6 @@ class FedProto(Method):
         if self.inference == "head":
             return model.net.head(z)
         known = model.prototypes["count"] > 0
-        near = torch.where(known, -(z.unsqueeze(1) - model.prototypes["mean"]).square().sum(2), UNKNOWN)
+        near = -(z.unsqueeze(1) - model.prototypes["mean"]).square().sum(2)
+        near = torch.where(known, near, near.amin(1, keepdim=True) - BELOW)
         return torch.where(known.any(), near, model.net.head(z))  # before the first prototypes: the head

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -37,9 +38,10 @@ class FedRoD(Method):
         return leaves.part(model, "generic")
 
     def start(self, me: Me, now: Now) -> None:
-        # gamma log n_c; -inf for a class that the client does not have, whose probability is then zero, as it should
-        # be.
-        me.keep("prior", now.local.class_counts().float().pow(self.gamma).log())
+        # gamma log n_c: a class that the client does not have gets -inf, so that its probability is zero.
+        counts = now.local.class_counts().float()
+        absent = float("-inf") if self.gamma > 0 else 0.0
+        me.keep("prior", torch.where(counts > 0, self.gamma * counts.clamp(min=1).log(), absent))
 
     def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
         z = me.model.generic.body(x)

@@ -6,10 +6,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from fedprism.config import setting
+from fedprism.errors import ConfigError
 from fedprism.methods import register
-from fedprism.methods.base import Method, Net, Now, State, Upload, leaves
+from fedprism.methods.base import Arch, Info, Me, Method, Net, Now, Pass, State, Upload, leaves, load
 
 
 @register
@@ -29,17 +31,36 @@ class LGFedAvg(Method):
     def mixed(self) -> bool:
         return self.warmup == 0
 
-    def shared(self, model: Net, now: Now) -> Collection[str]:
-        return leaves.everything(model) if now.round < self.warmup else leaves.part(model, "head")
+    def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
+        archs = set(info.archs.values()) if info.mixed else ()
+        heads = [{n: t.shape for n, t in a.model(seed).head.state_dict().items()} for a in archs]
+        if any(head != heads[0] for head in heads):
+            raise ConfigError("lg-fedavg averages heads, so all architectures need the same one; theirs differ.")
+        model = arch.model(seed)
+        model.register_buffer("started", torch.tensor(False))  # has this client trained the body that is its own now?
+        return model
 
-    # The averaged body must reach every client once after the warm-up, however late it is sampled: the server
-    # remembers who has trained since then, and sends the whole model to those who have not.
+    def shared(self, model: Net, now: Now) -> Collection[str]:
+        return leaves.part(model, "body", "head") if now.round < self.warmup else leaves.part(model, "head")
+
+    # The averaged body must reach every client once after the warm-up, however late it is sampled, and never again. So
+    # the server sends the whole model to those from whom it has not heard since, and a client with a body keeps it.
     def server(self, model: Net, now: Now) -> State:
         return {**super().server(model, now), "started": torch.zeros(len(now.info.clients), dtype=torch.bool)}
 
     def send(self, server: State, client: str | None, now: Now) -> State:
         has_body = client is not None and bool(server["started"][now.info.clients.index(client)])
         return {n: t for n, t in server.items() if n != "started" and (n in now.shared or not has_body)}
+
+    def receive(self, me: Me, now: Now) -> None:
+        own = set(leaves.part(me.model, "body")) if me.model.started else set()
+        load(me.model, {n: t for n, t in now.down.items() if n not in own})
+
+    def passes(self, me: Me, now: Now) -> list[Pass]:
+        return [Pass(self.loss, end=self.settle)]
+
+    def settle(self, me: Me, now: Now) -> None:
+        me.model.started.fill_(now.round >= self.warmup)
 
     def aggregate(self, server: State, uploads: Sequence[Upload], now: Now) -> State:
         started = server["started"].clone()

@@ -18,6 +18,7 @@ class Local(Method):
     shares = "nothing"
     stays = "everything"
     group = "alone"
+    bn = "local"
     reveals = "nothing"
 
     @property

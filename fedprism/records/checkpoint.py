@@ -12,17 +12,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
-import torch
-
 from fedprism.engines.events import Snapshot, State
+from fedprism.engines.wire import deserialise, serialise
 from fedprism.errors import RecordError
 from fedprism.records import atomic
 
@@ -58,25 +55,6 @@ class Manifest:
 
     def entries(self) -> list[Entry]:
         return [self.server, *(entry for entry in self.clients.values() if entry is not None)]
-
-
-# --- states as bytes -------------------------------------------------------------------------------------------------
-
-
-def serialise(state: State) -> bytes:
-    """A state as a safetensors file. Views and tied tensors are written as copies: the format refuses shared memory."""
-    # The format sorts its tensors. Sums over a state follow its order, so the order is part of what must come back.
-    order = json.dumps(list(state))
-    tensors = {n: t.detach().to("cpu").clone(memory_format=torch.contiguous_format) for n, t in state.items()}
-    return safetensors.torch.save(tensors, metadata={"order": order})
-
-
-def deserialise(data: bytes) -> State:
-    """The inverse of `serialise`; the order of the names included."""
-    (size,) = struct.unpack("<Q", data[:8])
-    order = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["order"])
-    tensors = safetensors.torch.load(data)
-    return {name: tensors[name] for name in order}
 
 
 def _same(state: State | None, known: State) -> bool:

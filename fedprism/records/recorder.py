@@ -90,6 +90,7 @@ class Recorder(Callback):
             self._checkpoints.folder.mkdir(exist_ok=True)
             atomic.sync_folder(self.path)
             self._info = {**info, **runfile.facts(plan), "status": "running", "ended": None}
+            self._info.setdefault("device", plan.device)
             if self._safe >= 0:
                 self._note_resume()
             runfile.write(self.path, self._info)
@@ -145,6 +146,8 @@ class Recorder(Callback):
     def _note_resume(self) -> None:
         begun, here = self._info["versions"], runfile.versions()
         changed = [f"{n} {begun.get(n)} then, {here[n]} now" for n in ("fedprism", "torch") if begun.get(n) != here[n]]
+        if self._info["device"] != self._plan.device:
+            changed.append(f"device {self._info['device']} then, {self._plan.device} now")
         if changed:
             message = f"{self.path} was begun with {'; '.join(changed)}: figures may differ in the last digits."
             warnings.warn(message, RecordWarning, stacklevel=3)

@@ -80,6 +80,10 @@ class RunDirectory:
                 raise
         return cls(path, recorded, lock)
 
+    def begun(self) -> bool:
+        """Has a round been recorded?"""
+        return bool(metrics.intact(self.path / METRICS)[0])
+
     @property
     def status(self) -> str:
         """`running` (or killed), `finished`, `diverged` or `interrupted`."""

@@ -49,6 +49,7 @@ def facts(plan: Plan) -> dict[str, Any]:
         "classes": list(plan.class_names),
         "shape": list(plan.shape),
         "parameters": dict(plan.parameters),
+        "images": dict(plan.images),
     }
 
 

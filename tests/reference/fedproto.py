@@ -47,9 +47,11 @@ def run(setup: Setup, lam: float) -> list[Scorer]:
 
     def nearest(model: nn.Module, x: Tensor) -> Tensor:
         z = model.body(x)
-        scores = torch.full_like(model.head(z), -1e6)
-        for c, prototype in prototypes.items():
-            scores[:, c] = -(z - prototype).square().sum(1)
+        classes = range(model.head(z).shape[1])
+        scores = torch.stack([-(z - prototypes.get(c, 0 * z[0])).square().sum(1) for c in classes], dim=1)
+        last = scores.amin(1) - 1e6  # a class without a prototype is never the nearest
+        for c in classes:
+            scores[:, c] = scores[:, c] if c in prototypes else last
         return scores if prototypes else model.head(z)
 
     return [Scorer(model, nearest) for model in models]
