@@ -382,9 +382,13 @@ def explain(
     with _told(), _loading():
         from fedprism.config import ModelConfig, Named
         from fedprism.methods import find, make
-        from fedprism.report.explain import facts_of, settings_of, traffic
+        from fedprism.report.explain import REQUIRED, facts_of, settings_of, traffic
 
         cls = find(method)
+        settings = settings_of(cls)
+        required = [name for name, default, _ in settings if default == REQUIRED]
+        if required:
+            raise ConfigError(f"{method} has no default for {', '.join(required)}, so it cannot be tried; give it one.")
         made = make(Named(method))
         rounds = Config().train.rounds
         first, last = traffic(made, ModelConfig(model), classes, image_size, rounds)
@@ -397,7 +401,6 @@ def explain(
         facts.add_row(name, Text(value))
     out.print(facts)
     out.print()
-    settings = settings_of(cls)
     if settings:
         table = RichTable(box=None, pad_edge=False, header_style="bold")
         table.add_column("setting", no_wrap=True)
@@ -557,8 +560,8 @@ def _listed(what: Kind) -> tuple[list[str], list[list[str]]]:
     from fedprism.report.explain import code_lines
 
     if what is Kind.methods:
-        rows = [[name, cls.stays, str(code_lines(cls)), cls.paper] for name, cls in available().items()]
-        return ["method", "stays with the client", "lines", "paper"], rows
+        rows = [[name, cls.group, cls.stays, str(code_lines(cls)), cls.paper] for name, cls in available().items()]
+        return ["method", "kind", "stays with the client", "lines", "paper"], rows
     if what is Kind.models:
         return ["model", ""], [[name, family.description] for name, family in MODELS.items()]
     kinds: dict[Kind, Any] = {Kind.datasets: DATASETS, Kind.partitions: PARTITIONS, Kind.engines: ENGINES}

@@ -1,17 +1,14 @@
-"""What the built-in federation is for: one model for all falls behind, personalisation pays. Takes minutes."""
+"""What the built-in federation is for: one model for all falls behind, personalisation pays. Takes a minute."""
 
 from __future__ import annotations
 
 from pathlib import Path
-
-import pytest
 
 from fedprism import api
 from fedprism.config import Config, structure
 from fedprism.records import Protocol, outcome
 
 
-@pytest.mark.slow
 def test_fedbn_is_five_points_above_local_over_three_seeds_and_fedavg_falls_behind(tmp_path: Path) -> None:
     runs = api.compare(structure({}, Config), ["local", "fedavg", "fedbn"], [0, 1, 2], "x", out=tmp_path)
     mean = {

@@ -47,7 +47,7 @@ def check_names(kind: str, names: Iterable[str]) -> None:
     for name in names:
         wrong = _wrong_with(name)
         if wrong:
-            raise DataError(f"{kind} name {name[:NAME_LENGTH]!r} {wrong}; rename it.")
+            raise DataError(f"{kind} name {str(name)[:NAME_LENGTH]!r} {wrong}; rename it.")
         folded = unicodedata.normalize("NFC", name).casefold()
         if folded in seen:
             how = "is given twice" if seen[folded] == name else "differ only by case"
@@ -56,7 +56,9 @@ def check_names(kind: str, names: Iterable[str]) -> None:
         seen[folded] = name
 
 
-def _wrong_with(name: str) -> str:
+def _wrong_with(name: object) -> str:
+    if not isinstance(name, str):
+        return "is not a text"
     if not name:
         return "is empty"
     if len(name) > NAME_LENGTH:

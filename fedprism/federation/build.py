@@ -28,6 +28,8 @@ def federation(name: str = "digits-skew", *, clients: int | None = None, seed: i
       tinted  train 100, validation 36, test 216
       left out: 1093
     """
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ConfigError(f"seed is {seed!r}; expected a whole number.")
     partition = settings.pop("partition", "domain")
     raw = dict(partition) if isinstance(partition, Mapping) else plain(structure(partition, Named, "partition"))
     if clients is not None:

@@ -6,7 +6,7 @@ from fedprism.records.checkpoint import RecordWarning
 from fedprism.records.protocol import Figure, Gain, Outcome, Protocol, Summary, gain, outcome, summarise
 from fedprism.records.read import RunRecord, read_run, run_status
 from fedprism.records.rundir import RunDirectory
-from fedprism.records.runfile import check_names
+from fedprism.records.runfile import flat
 
 __all__ = [
     "Figure",
@@ -17,7 +17,7 @@ __all__ = [
     "RunDirectory",
     "RunRecord",
     "Summary",
-    "check_names",
+    "flat",
     "gain",
     "outcome",
     "read_run",

@@ -12,13 +12,11 @@ from fedprism.engines.events import RoundRecord
 from fedprism.records import metrics, recorder, runfile
 
 
-def read_run(path: str | Path, expect: Config | None = None) -> RunRecord:
-    """The records of a run: finished, stopped, or going on. With `expect`, one of another configuration is refused."""
+def read_run(path: str | Path) -> RunRecord:
+    """The records of a run: finished, stopped, or going on."""
     path = Path(path)
     info = runfile.read(path)
     config = runfile.recorded_config(path, info)
-    if expect is not None:
-        runfile.check_config(path, config, expect, "the one given")
     seconds = metrics.read_seconds(path / recorder.TIMINGS)
     entries = metrics.read_rounds(path / recorder.METRICS)
     return RunRecord(

@@ -72,7 +72,6 @@ class Recorder(Callback):
 
     def begin(self, plan: Plan) -> None:
         """Check that this is the run that was begun, and cut off what is after the checkpoint that it goes on from."""
-        runfile.check_names(plan.clients)
         info = runfile.read(self.path)
         runfile.check_config(self.path, runfile.recorded_config(self.path, info), plan.config, "this run")
         runfile.check_facts(self.path, info, plan)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -138,7 +137,7 @@ def recorded_config(path: Path, info: Mapping[str, Any]) -> Config:
 
 def check_config(path: Path, recorded: Config, given: Config, source: str) -> None:
     """Refuse to go on with another configuration, naming each key that differs. Where it is written does not matter."""
-    old, new = (_flat(configuration.plain(config)) for config in (recorded, given))
+    old, new = (flat(configuration.plain(config)) for config in (recorded, given))
     lines = _differing({**old, "run.out": ""}, {**new, "run.out": ""}, f"in {source}")
     if lines:
         raise RecordError(
@@ -151,7 +150,7 @@ def check_facts(path: Path, info: Mapping[str, Any], plan: Plan) -> None:
     """Refuse to go on with other data or another model than the run was begun with."""
     given = facts(plan)
     known = {key: info[key] for key in given if key in info}
-    lines = _differing(_flat(known), _flat(given), "now") if known else ""
+    lines = _differing(flat(known), flat(given), "now") if known else ""
     if lines:
         raise RecordError(
             f"{path} cannot be resumed, because the data, the model or the method is not what it was:\n{lines}\n"
@@ -159,35 +158,19 @@ def check_facts(path: Path, info: Mapping[str, Any], plan: Plan) -> None:
         )
 
 
-def check_names(names: Sequence[str]) -> None:
-    """Refuse client names that could not stand as file names on every system."""
-    seen: dict[str, str] = {}
-    for name in names:
-        if not name.strip() or name in (".", "..") or any(c in "/\\" or not c.isprintable() for c in name):
-            raise RecordError(
-                f"the client name {name!r} cannot be used: expected a name that is not empty, `.` or `..`, without "
-                "`/`, `\\` or control characters. Rename the client."
-            )
-        same = unicodedata.normalize("NFC", name).casefold()
-        if same in seen:
-            how = "are the same" if seen[same] == name else "differ only by case"
-            raise RecordError(f"the client names {seen[same]!r} and {name!r} {how}; rename one of them.")
-        seen[same] = name
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
     """Nested settings by path, as after --set: `train.rounds` -> 30."""
     if isinstance(value, Mapping) and value:
-        flat: dict[str, Any] = {}
+        paths: dict[str, Any] = {}
         for key, inner in value.items():
-            flat |= _flat(inner, f"{prefix}.{key}" if prefix else str(key))
-        return flat
+            paths |= flat(inner, f"{prefix}.{key}" if prefix else str(key))
+        return paths
     return {prefix: json.loads(json.dumps(value, default=str))}
 
 
 def _differing(old: Mapping[str, Any], new: Mapping[str, Any], place: str) -> str:
     """A line for each key whose values differ, the first twenty."""
-    shown = [{key: json.dumps(value) for key, value in flat.items()} for flat in (old, new)]
+    shown = [{key: json.dumps(value) for key, value in each.items()} for each in (old, new)]
     lines = [
         f"  {key}: {shown[0].get(key, 'absent')} recorded, {shown[1].get(key, 'absent')} {place}"
         for key in {**old, **new}

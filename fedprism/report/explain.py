@@ -20,6 +20,7 @@ from fedprism.federation import Federation
 from fedprism.methods.base import Method
 
 _CLIENTS = ("one", "two")
+REQUIRED = "(required)"  # instead of a default
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,17 @@ _WORDS = {
 
 def facts_of(method: Method) -> dict[str, str]:
     """What a method says of itself, in words."""
+    of_server = {
+        "clients count": _WORDS["weighting"][method.weighting],
+        "new state goes to": _WORDS["broadcast"][method.broadcast],
+    }
     return {
         "paper": method.paper or "none",
         "is shared": method.shares,
         "stays with the client": method.stays,
         "others learn": method.reveals,
         "batch norm": _WORDS["bn"][method.bn],
-        "clients count": _WORDS["weighting"][method.weighting],
-        "new state goes to": _WORDS["broadcast"][method.broadcast],
+        **(of_server if method.shares != "nothing" else {}),
         "its paper tests": _WORDS["moment"][method.moment],
         "architectures": "may differ between clients" if method.mixed else "the same for all clients",
         "one global model": "yes" if method.has_global else "no",
@@ -67,7 +71,7 @@ def settings_of(cls: type[Method]) -> list[tuple[str, Any, str]]:
 def _default(field: dataclasses.Field[Any]) -> Any:
     if field.default is not dataclasses.MISSING:
         return field.default
-    return field.default_factory() if field.default_factory is not dataclasses.MISSING else "(required)"
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else REQUIRED
 
 
 def traffic(method: Method, model: ModelConfig, classes: int, size: int, rounds: int) -> tuple[Traffic, Traffic]:

@@ -7,16 +7,17 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import StringIO
-from typing import Any
 
 from fedprism.config import plain
 from fedprism.errors import RecordError
-from fedprism.records import Figure, Gain, Outcome, Protocol, RunRecord, gain, outcome, summarise
+from fedprism.records import Figure, Gain, Outcome, Protocol, RunRecord, flat, gain, outcome, summarise
+from fedprism.records.protocol import figure
 from fedprism.report import formats
 from fedprism.report.formats import Entry, Fitting, Grid
 
 MANY = 12  # more clients than this have no columns of their own
 GAIN = "gain"
+MORE = ("spread", "balanced accuracy", "macro F1")  # figures that only the CSV has
 LOCAL = "local"
 
 
@@ -97,13 +98,13 @@ class Table:
 
     def csv(self) -> str:
         """Every figure in percent with its deviation over seeds, every client included; the protocol in a column."""
-        out = StringIO()
-        header = [name for column in self.columns for name in (column, f"{column} deviation")]
+        out, columns = StringIO(), (*self.columns, *MORE)
+        header = [name for column in columns for name in (column, f"{column} deviation")]
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow(["method", "seeds", "state", *header, "protocol"])
         for row in self.rows:
             state = {"": "finished", "†": "diverged", "‡": "unfinished"}[row.mark]
-            numbers = [text for column in self.columns for text in _numbers(row.figures.get(column))]
+            numbers = [text for column in columns for text in _numbers(row.figures.get(column))]
             writer.writerow([row.label, " ".join(map(str, row.seeds)), state, *numbers, str(self.protocol)])
         return out.getvalue()
 
@@ -176,12 +177,12 @@ def _grouped(records: Sequence[RunRecord]) -> dict[str, dict[int, RunRecord]]:
 def _labels(groups: Mapping[str, Mapping[int, RunRecord]]) -> dict[str, str]:
     """Each group's method and, where a method occurs more than once, the settings that tell its groups apart."""
     first = {key: next(iter(group.values())) for key, group in groups.items()}
-    flat = {key: _flat(json.loads(_key(record, without=("seed", "run")))) for key, record in first.items()}
+    settings_of = {key: flat(json.loads(_key(record, without=("seed", "run")))) for key, record in first.items()}
     labels = {}
     for key, record in first.items():
-        same = [flat[other] for other, its in first.items() if its.method == record.method]
-        paths = [path for path in flat[key] if len({str(each.get(path)) for each in same}) > 1]
-        settings = ", ".join(f"{path.removeprefix('method.')}={flat[key][path]}" for path in paths)
+        same = [settings_of[other] for other, its in first.items() if its.method == record.method]
+        paths = [path for path in settings_of[key] if len({str(each.get(path)) for each in same}) > 1]
+        settings = ", ".join(f"{path.removeprefix('method.')}={settings_of[key][path]}" for path in paths)
         labels[key] = f"{record.method} ({settings})" if settings else record.method
     return labels
 
@@ -204,12 +205,6 @@ def _key(record: RunRecord, without: Sequence[str]) -> str:
     return json.dumps(settings, sort_keys=True, default=str)
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        return {prefix: value}
-    return {p: v for k, inner in value.items() for p, v in _flat(inner, f"{prefix}.{k}" if prefix else str(k)).items()}
-
-
 # --- rows and what is said under them --------------------------------------------------------------------------------
 
 
@@ -218,7 +213,11 @@ def _row(label: str, records: Sequence[RunRecord], outcomes: Sequence[Outcome], 
     if outcomes:
         summary = summarise(outcomes)
         figures = {_client(name): figure for name, figure in summary.accuracy.items()}
-        figures |= {"mean": summary.mean, "worst": summary.worst}
+        figures |= {"mean": summary.mean, "worst": summary.worst, "spread": summary.spread}
+        for name, of_clients in {"balanced accuracy": "balanced", "macro F1": "f1"}.items():
+            values = [list(getattr(each, of_clients).values()) for each in outcomes]
+            if all(values):  # counts a class are kept of the best and the last round alone
+                figures[name] = figure([sum(run) / len(run) for run in values])
     if better is not None:
         figures[GAIN] = better.mean if records[0].method != LOCAL else Figure(0.0, None)
     mark = "†" if any(record.diverged for record in records) else "‡" if any(map(_unfinished, records)) else ""
