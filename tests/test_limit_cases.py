@@ -22,7 +22,7 @@ from fedprism.engines.events import Snapshot
 from fedprism.engines.loop import Loop, draw_cohort
 from fedprism.federation import Federation
 from fedprism.methods import METHODS
-from fedprism.methods.base import Arch, Draw, Info, Me, Method, Net, Parts, State, Tensors, Upload
+from fedprism.methods.base import Arch, Draw, Info, Me, Method, Net, Parts, State, Tensors, Upload, no_draw
 from fedprism.methods.ditto import Ditto
 from fedprism.methods.fedavg import FedAvg
 from fedprism.methods.fedbn import FedBN
@@ -456,3 +456,14 @@ def test_sampling_ranges(participation: Any, sizes: Collection[int]) -> None:
     for name in names:
         seen = sum(name in cohort for cohort in cohorts) / 300
         assert abs(seen - share) <= 4 * (share * (1 - share) / 300) ** 0.5
+
+
+def test_fedproto_never_predicts_a_class_that_nobody_has_shown(tiny: Federation) -> None:
+    """However far the features lie from every prototype."""
+    loop = loop_for(FedProto(), structure({"model": MLP}, Config), tiny)
+    model = FedProto().build(loop.info.arch, "plain", loop.info, 0).eval()
+    model.prototypes["mean"][:2] = torch.tensor([[2e3], [1e3]])
+    model.prototypes["count"][:2] = 1
+    scores = FedProto().predict(model, torch.zeros(4, *tiny.shape), no_draw)
+    assert scores.argmax(1).tolist() == [1] * 4
+    assert scores.isfinite().all()
