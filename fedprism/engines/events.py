@@ -10,11 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torch import Tensor
-
 from fedprism.config import Config
+from fedprism.methods.base import State as State
 
-State = dict[str, Tensor]
 Status = Literal["finished", "diverged", "interrupted"]
 
 

@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-State = dict[str, Tensor]
+from fedprism.methods.base import State
 
 
 def serialise(state: Mapping[str, Tensor]) -> bytes:

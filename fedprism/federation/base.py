@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from fedprism import keys
+from fedprism.config import SPLITS as PARTS
 from fedprism.config import DataConfig, structure
 from fedprism.data import check_names
 from fedprism.errors import DataError, unknown
 from fedprism.federation.splits import check_shares, split
 
-PARTS = ("train", "validation", "test")
 SHOWN = 20  # clients that a repr lists
 
 
