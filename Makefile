@@ -1,4 +1,4 @@
-# Every target makes .venv on first use. Override the PyTorch build with e.g. `make demo TORCH=torch==2.11.0`.
+# Every target makes .venv on first use. Another PyTorch: `make demo TORCH="torch>=2.6"`, in a clone without .venv.
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?=
@@ -16,11 +16,11 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: $(BIN)/python pyproject.toml constraints-cpu.txt
-	$(PIP) install -q $(CONSTRAINT) $(TORCH) -e '.[report]'
+	$(PIP) install -q $(CONSTRAINT) $(if $(TORCH),'$(TORCH)') -e '.[report]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(PIP) install -q $(CONSTRAINT) $(TORCH) -e '.[dev]'
+	$(PIP) install -q $(CONSTRAINT) $(if $(TORCH),'$(TORCH)') -e '.[dev]'
 	@touch $@
 
 demo: $(VENV)/.installed  ## train six methods on five domains, print a table, write demo/report.html
@@ -28,7 +28,7 @@ demo: $(VENV)/.installed  ## train six methods on five domains, print a table, w
 
 test: $(VENV)/.installed-dev lint  ## everything that must pass before a change lands
 	$(BIN)/python -m pytest -n 2 --cov --cov-report=term
-	
+
 test-fast: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 -x
 

@@ -14,8 +14,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedprism.api import ClientModel, Run, compare, load, resume, run_config, train
-    from fedprism.config import Config, setting
+    from fedprism.api import ClientModel, Run, compare, load, resume, run_config, table, train
+    from fedprism.config import Config, read_config, setting
     from fedprism.errors import ConfigError, DataError, FedprismError, RecordError
     from fedprism.federation import ClientData, Federation, federation
     from fedprism.methods.base import Method
@@ -36,8 +36,8 @@ __version__ = "0.1.0"
 
 # Where each public name lives. They are imported when first used, so that `fedprism --help` need not wait for PyTorch.
 _HOMES = {
-    "fedprism.api": ["ClientModel", "Run", "compare", "load", "resume", "run_config", "train"],
-    "fedprism.config": ["Config", "setting"],
+    "fedprism.api": ["ClientModel", "Run", "compare", "load", "resume", "run_config", "table", "train"],
+    "fedprism.config": ["Config", "read_config", "setting"],
     "fedprism.errors": ["ConfigError", "DataError", "FedprismError", "RecordError"],
     "fedprism.federation": ["ClientData", "Federation", "federation"],
     "fedprism.methods.base": ["Method"],
@@ -94,8 +94,10 @@ __all__ = [
     "compare",
     "federation",
     "load",
+    "read_config",
     "resume",
     "run_config",
     "setting",
+    "table",
     "train",
 ]

@@ -18,19 +18,21 @@ from torch import Tensor, nn
 from fedprism import config as configuration
 from fedprism.config import Config, EvaluateConfig, Named
 from fedprism.data.images import normalise
+from fedprism.data.pictures import DAMAGED, read_picture, reason
 from fedprism.engines.client import Job, client_receive, make_info, make_now
 from fedprism.engines.events import Callback, Snapshot
 from fedprism.engines.inprocess import ENGINES
 from fedprism.engines.loop import Loop, make_loop
 from fedprism.engines.numerics import choose_device, choose_precision, numerics
 from fedprism.engines.passes import keyed_draw, learning_rate
-from fedprism.errors import ConfigError, DataError, FedprismError, RecordError
+from fedprism.errors import ConfigError, DataError, RecordError
 from fedprism.federation import ClientData, Federation, Split, make_federation
 from fedprism.methods import make, named
 from fedprism.methods.base import Info, Method
 from fedprism.methods.base import load as load_state
 from fedprism.records import Protocol, RunDirectory, RunRecord, read_run, run_status
-from fedprism.report.table import Table, table
+from fedprism.report.table import Table
+from fedprism.report.table import table as make_table
 
 # --- configurations --------------------------------------------------------------------------------------------------
 
@@ -85,6 +87,10 @@ def train(
     "train.optimizer.lr=0.01"]`. The run is written to `out` (default: `runs/<data>/<method>-<seed>`); `out=False`
     keeps nothing on disk after Python ends; `overwrite=True` replaces a run that is there.
     """
+    if not isinstance(federation, Federation):
+        raise ConfigError(f"a run needs a federation, not {federation!r}: fp.train(fp.federation(NAME), ...).")
+    if isinstance(method, type):
+        raise ConfigError(f"method is the class {method.__name__}; give one of it: fp.{method.__name__}().")
     base = configuration.plain(Config(seed=federation.seed, data=federation.data))
     given = method if isinstance(method, Method) else None
     base["method"] = named(given).plain() if given is not None else {"name": method}
@@ -231,7 +237,7 @@ def compare(
     *,
     out: str | Path | None = None,
     callbacks: Sequence[Callback] = (),
-    on_error: Callable[[Cell, FedprismError], None] | None = None,
+    on_error: Callable[[Cell, Exception], None] | None = None,
 ) -> list[Run]:
     """Run every cell, one directory each: finished ones are skipped, begun ones resumed.
 
@@ -242,10 +248,13 @@ def compare(
     federations: dict[int, Federation] = {}
     planned = cells(config, methods, seeds, name, out)
     place = {cell.path: i for i, cell in enumerate(planned)}
+    for cell in planned:
+        if run_status(cell.path) is not None:
+            RunDirectory.open(cell.path, expect=cell.config)  # a run of another configuration: told before any trains
     for cell in sorted(planned, key=lambda c: seeds.index(c.config.seed)):  # a federation is made once a seed
         try:
             runs.append(_run_cell(cell, federations, callbacks))
-        except FedprismError as error:
+        except Exception as error:  # a bug in one method must not take the other runs' results away
             if on_error is None:
                 raise
             on_error(cell, error)
@@ -255,8 +264,6 @@ def compare(
 def _run_cell(cell: Cell, federations: dict[int, Federation], callbacks: Sequence[Callback]) -> Run:
     config = cell.config
     status = run_status(cell.path)
-    if status is not None:
-        RunDirectory.open(cell.path, expect=config)  # refuses a run of another configuration
     if status in ("finished", "diverged"):
         return load(cell.path)
     if config.seed not in federations:
@@ -266,6 +273,11 @@ def _run_cell(cell: Cell, federations: dict[int, Federation], callbacks: Sequenc
         return _run_new(config, federations[config.seed], cell.path, callbacks)
     with RunDirectory.open(cell.path, write=True) as directory:
         return _run(_make_loop(config, federations[config.seed]), directory, callbacks, None)
+
+
+def table(runs: Sequence[Run], protocol: Protocol | str | None = None) -> Table:
+    """One table of several runs: print it, or write it with `.csv()`, `.markdown()`, `.latex()` or `.html()`."""
+    return make_table([run.record for run in runs], protocol)
 
 
 # --- what comes out --------------------------------------------------------------------------------------------------
@@ -293,7 +305,7 @@ class Run:
 
     def table(self, protocol: Protocol | str | None = None) -> Table:
         """Accuracy of every client, under a stated protocol."""
-        return table([self.record], protocol)
+        return make_table([self.record], protocol)
 
     @cached_property
     def models(self) -> Models:
@@ -366,6 +378,16 @@ class ClientModel:
         scores = [self.method.predict(self.module, part, draw) for part in torch.split(x, 256)]
         return torch.cat(scores).softmax(1).numpy() if scores else np.empty((0, self.info.classes), np.float32)
 
+    def predict_files(self, paths: Sequence[str | Path]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The most probable class of each image file, read as `folder:PATH` reads them."""
+        size, images = self.config.data.image_size, []
+        for path in map(Path, paths):
+            try:
+                images.append(read_picture(path, size))
+            except DAMAGED as error:
+                raise DataError(f"{path} cannot be read: {reason(error)}.") from error
+        return self.predict(np.stack(images) if images else np.empty((0, 3, size, size), np.uint8))
+
     def predict(self, images: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The most probable class of each image, as a number; `class_names` has the words."""
         result: np.ndarray[Any, np.dtype[np.int64]] = self.probabilities(images).argmax(1)
@@ -374,7 +396,7 @@ class ClientModel:
 
 def _images(images: Any, shape: tuple[int, int, int]) -> Tensor:
     """Whatever a user holds as uint8 `[n, channels, height, width]`."""
-    x = images if isinstance(images, Tensor) else torch.as_tensor(np.asarray(images))
+    x = images if isinstance(images, Tensor) else torch.as_tensor(np.array(images))
     channels, height, width = shape
     if x.dtype != torch.uint8:
         raise DataError(f"images are {x.dtype}; expected uint8 from 0 to 255, as they are in a file.")

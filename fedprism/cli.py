@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from importlib import metadata
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -89,6 +90,9 @@ class Kind(StrEnum):
 
 def main() -> None:
     """The entry point of the installed command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without some letter is no reason to lose a result
     app()
 
 
@@ -187,7 +191,8 @@ def run(
     \b
     Example:
       fedprism run --print-config > mine.yaml
-      fedprism run mine.yaml --set train.rounds=50 --set method.mu=0.1
+      fedprism run mine.yaml --set train.rounds=50
+      fedprism run mine.yaml --method fedprox --set method.mu=0.01 --out runs/weak
       fedprism run mine.yaml --method my_method.py:MyMethod --out runs/mine
     """
     with _told(), _loading():
@@ -201,7 +206,7 @@ def run(
         if config is None:
             raise ConfigError("there is no configuration to run; `fedprism run --print-config > mine.yaml` writes one.")
         directory = api.directory_of(resolved, config.stem, out)
-    with _told(f"`fedprism resume {directory}` goes on."):
+    with _told(f"`fedprism resume {directory}` goes on.", directory):
         with _progress([resolved]) as progress:
             done = api.run_config(resolved, config.stem, out=out, callbacks=[progress])
         _after(done, protocol)
@@ -242,14 +247,21 @@ def compare(
         _check(protocol)
         base = _read(config, settings or [], None)
         names, numbers = _names(methods), _numbers(seeds, base.seed)
+        asked = [text for text in settings or [] if text.startswith("method.")]
+        if asked and base.method.name not in names:
+            raise ConfigError(
+                f"--set {asked[0]} is for {base.method.name}, which is not among --methods {methods}; "
+                "name the method that it is meant for with --set method.name=METHOD."
+            )
         cells = api.cells(base, names, numbers, config.stem, out)
         folder = _common([cell.path for cell in cells])
         left = [cell.config for cell in cells if run_status(cell.path) not in ("finished", "diverged")]
     failed: list[str] = []
 
-    def tell(cell: Cell, error: FedprismError) -> None:
+    def tell(cell: Cell, error: Exception) -> None:
         failed.append(f"{find(cell.config.method.name).id} with seed {cell.config.seed}")
-        _say(f"{failed[-1]} failed: {error}", "red")
+        kind = "" if isinstance(error, FedprismError) else f"{type(error).__name__}: "
+        _say(f"{failed[-1]} failed: {kind}{error}", "red")
 
     with _told(again):
         with _progress(left) as progress:
@@ -368,7 +380,7 @@ def list_(
 @_command(_LEARN)
 def explain(
     method: Annotated[str, typer.Argument(help="A name of [b]fedprism list methods[/b], or path/to/file.py:Class.")],
-    model: Annotated[str, typer.Option(help="Count bytes for this model.")] = "cnn4",
+    model: Annotated[str, typer.Option(help="Count bytes for this model.")] = "lenet-bn",
     classes: Annotated[int, typer.Option(min=2, help="Classes of the data.")] = 10,
     image_size: Annotated[int, typer.Option(min=1, help="Pixels a side; three channels.")] = 32,
 ) -> None:
@@ -609,8 +621,11 @@ def _next(*hints: tuple[str, str]) -> None:
 
 
 @contextmanager
-def _told(interrupted: str = "") -> Iterator[None]:
-    """Mistakes and interruptions as one message each, without a traceback; warnings as one line each."""
+def _told(interrupted: str = "", begun: Path | None = None) -> Iterator[None]:
+    """Mistakes and interruptions as one message each, without a traceback; warnings as one line each.
+
+    `interrupted` says how to go on; where nothing lies at `begun` yet, there is nothing to go on with.
+    """
 
     def warn(message: Warning | str, *_: Any, **__: Any) -> None:
         _say(f"warning: {message}", "yellow")
@@ -623,7 +638,8 @@ def _told(interrupted: str = "") -> Iterator[None]:
         _say(f"error: {error}", "red")
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
-        _say(f"stopped. {interrupted}".strip(), "yellow")
+        nothing = begun is not None and not begun.exists()
+        _say("stopped. Nothing was begun." if nothing else f"stopped. {interrupted}".strip(), "yellow")
         raise typer.Exit(130) from None
 
 

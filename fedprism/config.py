@@ -42,6 +42,10 @@ def positive(value: Any) -> bool:
     return value is None or value > 0
 
 
+def _some(value: Any) -> bool:
+    return bool(value == "auto" or value > 0)
+
+
 def share(value: Any) -> bool:
     return value is None or 0 <= value <= 1
 
@@ -166,8 +170,8 @@ class RunConfig:
     deterministic: bool = setting(True, "the same seed gives the same bits, on a GPU too")
     precision: Literal["auto", "fp32", "tf32"] = setting("auto", "auto: tf32 on a GPU that has it, fp32 elsewhere")
     compile: Literal[False] = setting(False, "compile the training step")
-    slots: int | Literal["auto"] = setting("auto", "clients at once on a GPU")
-    workers: int | Literal["auto"] = setting("auto", "worker processes on a CPU")
+    slots: int | Literal["auto"] = setting("auto", "clients at once on a GPU", _some, "auto, or 1 or more")
+    workers: int | Literal["auto"] = setting("auto", "worker processes on a CPU", _some, "auto, or 1 or more")
     checkpoint_every: int = setting(
         5, "rounds between checkpoints; a new best round is always kept", positive, "1 or more"
     )
@@ -393,6 +397,9 @@ def override(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]
             level = level[name]
         level[keys[-1]] = parsed
     return result
+
+
+read_config = read  # the name that it has outside
 
 
 def dump(config: Config) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import fedprism as fp
 from fedprism import api
@@ -309,6 +310,46 @@ def test_a_run_that_is_kept_nowhere_is_gone_with_its_object(three: fp.Federation
     del run
     gc.collect()
     assert not path.exists()
+
+
+def test_one_table_of_several_runs(run: fp.Run, tmp_path: Path) -> None:
+    text = fp.table([run]).csv()
+    assert text.splitlines()[1].startswith("fedbn,0,finished,")
+    assert "macro F1" in text.splitlines()[0]
+
+
+def test_files_are_read_as_a_folder_of_images_is(run: fp.Run, three: fp.Federation, tmp_path: Path) -> None:
+    x = three.clients["plain"].test.x[:3]
+    for i, image in enumerate(x):
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(tmp_path / f"{i}.png")
+    model = run.models["plain"]
+    np.testing.assert_array_equal(model.predict_files(sorted(tmp_path.glob("*.png"))), model.predict(x))
+    assert model.predict_files([]).shape == (0,)
+    with pytest.raises(fp.DataError, match="cannot be read"):
+        model.predict_files([tmp_path / "none.png"])
+
+
+def test_what_is_no_federation_and_no_method(three: fp.Federation) -> None:
+    with pytest.raises(fp.ConfigError, match=r"fp\.FedAvg\(\)"):
+        fp.train(three, fp.FedAvg, out=False)  # type: ignore[arg-type]
+    with pytest.raises(fp.ConfigError, match="needs a federation"):
+        fp.train("digits-skew", out=False)  # type: ignore[arg-type]
+
+
+def test_mistakes_in_a_method_are_named(three: fp.Federation) -> None:
+    @dataclass(frozen=True)
+    class Odd(Method):
+        def shared(self, model: object, now: object) -> list[str]:
+            return ["nope"]
+
+    @dataclass(frozen=True)
+    class Policy(Method):
+        bn = "locl"
+
+    with pytest.raises(fp.ConfigError, match=r"odd\.shared names nope"):
+        fp.train(three, Odd(), "mlp", rounds=1, out=False)
+    with pytest.raises(fp.ConfigError, match="Did you mean 'local'"):
+        fp.train(three, Policy(), "mlp", rounds=1, out=False)
 
 
 def test_everything_public_is_there() -> None:

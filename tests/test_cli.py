@@ -362,3 +362,42 @@ def test_example_begins_with_the_command_that_runs_it() -> None:
     methods = first.partition("--methods ")[2].split()[0].split(",")
     assert set(methods) == set(METHODS)
     assert call("run", EXAMPLE, "--print-config").exit_code == 0
+
+
+def test_compare_does_not_ignore_a_setting_of_a_method(here: Path) -> None:
+    base = ("compare", "tiny.yaml", "--methods", "local,fedprox", "--set", "train.rounds=1")
+    refused = call(*base, "--set", "method.lam=5")
+    assert refused.exit_code == 2
+    weak = call(*base, "--set", "method.name=fedprox", "--set", "method.mu=0.5", "--out", "weak")
+    assert weak.exit_code == 0
+    assert "mu: 0.5" in (here / "weak" / "fedprox-0" / "config.yaml").read_text()
+
+
+def test_compare_refuses_another_configuration_before_anything_trains(here: Path) -> None:
+    assert (
+        call("run", "tiny.yaml", "--method", "fedavg", "--set", "train.rounds=2", "--out", "a/fedavg-0").exit_code == 0
+    )
+    result = call("compare", "tiny.yaml", "--methods", "local,fedavg", "--set", "train.rounds=1", "--out", "a")
+    assert result.exit_code == 2
+    assert not (here / "a" / "local-0").exists()
+
+
+def test_a_bug_in_one_method_does_not_end_a_comparison(here: Path) -> None:
+    buggy = FAILING.replace('raise ConfigError("it cannot work like this.")', 'raise ValueError("oh")')
+    (here / "own.py").write_text(buggy)
+    result = call("compare", "tiny.yaml", "--methods", "own.py:Fails,local", "--set", "train.rounds=1")
+    assert result.exit_code == 1
+    assert "ValueError: oh" in result.output
+    assert "local" in result.output
+
+
+@pytest.mark.filterwarnings("default::UserWarning")
+def test_failures_and_other_settings_are_told_under_the_table(here: Path) -> None:
+    short = ("--set", "train.rounds=1")
+    assert call("run", "tiny.yaml", "--method", "local", *short, "--out", "g/local-0").exit_code == 0
+    lost = ("--set", "clients.dropout=1.0")
+    assert call("run", "tiny.yaml", "--method", "fedavg", *short, *lost, "--out", "g/fedavg-0").exit_code == 0
+    shown = " ".join(call("show", "g").output.split())
+    assert "times a client failed in a round (dropped out after training)" in shown
+    assert "These runs differ in more than their method: clients.dropout." in shown
+    assert "Gain" not in shown

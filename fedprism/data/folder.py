@@ -92,7 +92,7 @@ def _listed(root: Path) -> tuple[list[Item], list[str]]:
     """All image files in a fixed order, and all class names."""
     if not root.is_dir():
         what = "is not a folder" if root.exists() else "does not exist"
-        raise DataError(f"{root} {what}; {LAYOUT}.")
+        raise DataError(f"{root.absolute()} {what}; {LAYOUT}. A relative path starts at data.root, else here.")
     clients, _ = _entries(root)
     if not clients:
         raise DataError(f"{root} holds no folders; {LAYOUT}.")

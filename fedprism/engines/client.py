@@ -16,6 +16,7 @@ from fedprism.config import Config
 from fedprism.engines.evaluate import score
 from fedprism.engines.events import Score
 from fedprism.engines.passes import learning_rate, run_pass
+from fedprism.errors import ConfigError
 from fedprism.federation import ClientData, Split
 from fedprism.methods.base import Info, Me, Method, Now, Pass, State, load
 from fedprism.methods.leaves import travelling
@@ -114,6 +115,9 @@ def make_now(
     weighting = chosen(config.clients.weighting, method.weighting)
     now = Now(round, config.train.rounds, info, config.train, learning_rate(config.train, round), weighting, client)
     wanted = set(method.shared(model, now))
+    odd = wanted - model.state_dict().keys()
+    if odd:
+        raise ConfigError(f"{method.id}.shared names {', '.join(sorted(odd)[:3])}, which the model does not have.")
     names = tuple(name for name in model.state_dict() if name in wanted)
     return replace(now, shared=travelling(model, names, bn_policy(method, config)))
 

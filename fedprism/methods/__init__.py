@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import warnings
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -65,8 +66,13 @@ def find(name: str) -> type[Method]:
 
 def available() -> dict[str, type[Method]]:
     """Every method that a name reaches: the built-in ones, then those of installed packages."""
-    installed = {entry.name for entry in entry_points(group="fedprism.methods")} - set(METHODS)
-    return dict(METHODS.items()) | {name: find(name) for name in sorted(installed)}
+    found = dict(METHODS.items())
+    for name in sorted({entry.name for entry in entry_points(group="fedprism.methods")} - set(METHODS)):
+        try:
+            found[name] = find(name)
+        except (ConfigError, ImportError, AttributeError, SyntaxError) as error:
+            warnings.warn(f"the installed method {name!r} cannot be loaded: {error}", stacklevel=2)
+    return found
 
 
 def named(method: Method) -> Named:
@@ -89,7 +95,7 @@ def _from_module(name: str) -> type[Method]:
     path, _, wanted = name.partition(":")
     try:
         return _checked(getattr(import_module(path), wanted), name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"the method {name!r} cannot be imported: {error}.") from error
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from fedprism.errors import ConfigError, unknown
+
 Names = tuple[str, ...]
 
 
@@ -30,7 +32,9 @@ def statistics(model: nn.Module) -> Names:
 
 def travelling(model: nn.Module, names: tuple[str, ...], bn: str) -> Names:
     """`names` less what the batch-norm policy keeps at home: `shared`, `local` or `local-stats`."""
-    kept = {"shared": (), "local": norms(model), "local-stats": statistics(model)}[bn]
+    kept = {"shared": (), "local": norms(model), "local-stats": statistics(model)}.get(bn)
+    if kept is None:
+        raise ConfigError(unknown("batch-norm policy", bn, ("shared", "local", "local-stats")))
     return tuple(name for name in names if name not in set(kept))
 
 

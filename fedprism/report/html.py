@@ -102,6 +102,8 @@ def _gains(result: Table) -> str:
 
 
 def _pictures(record: RunRecord, federation: Federation | None) -> str:
+    if record.config.data.name.startswith("folder:"):
+        return "<p>The images of real sites are not put into this page, so that it can be passed on.</p>"
     try:
         federation = federation or make_federation(record.config.data, record.seed)
     except (FedprismError, OSError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import StringIO
@@ -19,6 +20,7 @@ MANY = 12  # more clients than this have no columns of their own
 GAIN = "gain"
 MORE = ("spread", "balanced accuracy", "macro F1")  # figures that only the CSV has
 LOCAL = "local"
+_APART = ("seed", "run", "method", "evaluate")  # what may differ between runs that are compared
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ def table(records: Sequence[RunRecord], protocol: Protocol | str | None = None) 
     for key, group in groups.items():
         for each in outcomes[key]:
             record = group[each.seed]
-            for note in (*each.notes, *_unfinished(record)):
+            for note in (*each.notes, *_unfinished(record), *_failures(record)):
                 problems.setdefault(note, []).append(_name(labels[key], record))
     rows = []
     for key, group in groups.items():
@@ -146,6 +148,7 @@ def table(records: Sequence[RunRecord], protocol: Protocol | str | None = None) 
         rows.append(_row(labels[key], list(group.values()), outcomes[key], better))
     clients = tuple(dict.fromkeys(name for record in records for name in record.clients))
     notes = [protocol.describe(replace(each, notes=()) for each in reached), *_about_figures(rows)]
+    notes += _differences(records)
     notes += [_about_runs(note, names, len(records)) for note, names in problems.items()]
     return Table(clients, tuple(rows), protocol, tuple(notes))
 
@@ -190,14 +193,11 @@ def _labels(groups: Mapping[str, Mapping[int, RunRecord]]) -> dict[str, str]:
 def _alone(
     key: str, groups: Mapping[str, Mapping[int, RunRecord]], outcomes: Mapping[str, list[Outcome]]
 ) -> list[Outcome]:
-    """The runs of training alone on the same data: under the same configuration, else the only ones there are."""
-    mine = next(iter(groups[key].values()))
+    """The runs of training alone that differ in nothing but the method."""
+    mine = _key(next(iter(groups[key].values())), _APART)
     firsts = {other: next(iter(group.values())) for other, group in groups.items()}
-    local = {k: r for k, r in firsts.items() if r.method == LOCAL and r.config.data == mine.config.data}
-    rest = ("seed", "run", "method")
-    alike = [k for k, record in local.items() if _key(record, rest) == _key(mine, rest)]
-    chosen = alike if alike else list(local)
-    return outcomes[chosen[0]] if len(chosen) == 1 else []
+    alike = [k for k, record in firsts.items() if record.method == LOCAL and _key(record, _APART) == mine]
+    return outcomes[alike[0]] if len(alike) == 1 else []
 
 
 def _key(record: RunRecord, without: Sequence[str]) -> str:
@@ -231,6 +231,23 @@ def _unfinished(record: RunRecord) -> list[str]:
         return []
     state = "stopped or still running" if record.status == "running" else record.status
     return [f"{state} after round {len(record.rounds) - 1} of {record.config.train.rounds}"]
+
+
+def _failures(record: RunRecord) -> list[str]:
+    """How often clients gave nothing back, and why."""
+    reasons = [reason for entry in record.rounds for reason in entry.failed.values()]
+    if not reasons:
+        return []
+    asked = sum(len(entry.down) for entry in record.rounds)
+    return [f"{len(reasons)} of {asked} times a client failed in a round ({Counter(reasons).most_common(1)[0][0]})"]
+
+
+def _differences(records: Sequence[RunRecord]) -> list[str]:
+    """What differs between the runs beside the method and the seed: they are not strictly comparable then."""
+    settings = [flat(json.loads(_key(record, _APART))) for record in records]
+    paths = dict.fromkeys(path for each in settings for path in each)
+    odd = [path for path in paths if len({json.dumps(each.get(path)) for each in settings}) > 1]
+    return [f"These runs differ in more than their method: {', '.join(odd)}."] if odd else []
 
 
 def _about_figures(rows: Sequence[Row]) -> list[str]:
