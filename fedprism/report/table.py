@@ -257,7 +257,7 @@ def _about_figures(rows: Sequence[Row]) -> list[str]:
         over = "; ".join(f"{row.label}: {_listed(row.seeds)}" for row in rows)
         which = f"seeds {_listed(min(seeds))}" if len(seeds) == 1 else f"the seeds of each method ({over})"
         notes.append(f"Mean ± sample standard deviation over {which}.")
-    if any(GAIN in row.figures for row in rows):
+    if any(GAIN in row.figures for row in rows if row.method != LOCAL):
         notes.append("Gain: points of the mean above training alone (local) with the same seeds.")
     return notes
 
