@@ -85,7 +85,7 @@ def train(
 
     `settings` are laid over the defaults like the command line's `--set`: `["train.epochs=2",
     "train.optimizer.lr=0.01"]`. The run is written to `out` (default: `runs/<data>/<method>-<seed>`); `out=False`
-    keeps nothing on disk after Python ends; `overwrite=True` replaces a run that is there.
+    keeps it on disk only as long as the run is in use; `overwrite=True` replaces a run that is there.
     """
     if not isinstance(federation, Federation):
         raise ConfigError(f"a run needs a federation, not {federation!r}: fp.train(fp.federation(NAME), ...).")
@@ -121,7 +121,7 @@ def train(
 def run_config(config: Config, name: str, *, out: str | Path | None = None, callbacks: Sequence[Callback] = ()) -> Run:
     """Train what a configuration describes; `name` is the {config} in `run.out`."""
     config = resolve(config)
-    return _run_new(config, _federation(config), directory_of(config, name, out), callbacks)
+    return _run_new(config, make_federation(config.data, config.seed), directory_of(config, name, out), callbacks)
 
 
 def resume(
@@ -139,7 +139,7 @@ def resume(
         if directory.status in ("finished", "diverged"):
             return load(path, method=method)
         config = directory.config
-        loop = _make_loop(config, federation or _federation(config), method)
+        loop = _make_loop(config, federation or make_federation(config.data, config.seed), method)
         return _run(loop, directory, callbacks, method)
 
 
@@ -183,12 +183,6 @@ def _set_aside(path: Path) -> Path:
     with RunDirectory.open(path, write=True):
         aside = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
         return path.rename(aside / path.name).parent
-
-
-def _federation(config: Config) -> Federation:
-    """The federation of a configuration, made with the run's number of threads: the bits of its images depend on it."""
-    with numerics(config.run, choose_device(config.run.device)):
-        return make_federation(config.data, config.seed)
 
 
 def load(path: str | Path, *, method: Method | None = None) -> Run:
@@ -268,7 +262,7 @@ def _run_cell(cell: Cell, federations: dict[int, Federation], callbacks: Sequenc
         return load(cell.path)
     if config.seed not in federations:
         federations.clear()  # one at a time in memory
-        federations[config.seed] = _federation(config)
+        federations[config.seed] = make_federation(config.data, config.seed)
     if status is None:
         return _run_new(config, federations[config.seed], cell.path, callbacks)
     with RunDirectory.open(cell.path, write=True) as directory:
