@@ -149,6 +149,7 @@ def _draw_curves(axes: Axes, lines: Mapping[str, Curve], theme: Theme) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
     _plain_axes(axes, theme)
     axes.set_xlabel("round", color=theme.muted, fontsize=9.5)
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10], integer=True))
     axes.yaxis.set_major_formatter("{x:.0f} %")
     inches = axes.get_window_extent().height / axes.figure.dpi
     gap = (axes.get_ylim()[1] - axes.get_ylim()[0]) * 0.17 / inches  # a line of text, in units of the axis
