@@ -69,7 +69,6 @@ def test_sketch_trains_two_rounds(sketches: ModuleType, name: str) -> None:
         state is None or all(t.isfinite().all() for t in state.values() if t.is_floating_point())
         for state in loop.states.values()
     )
-    assert seen.snapshots[0].clients != seen.snapshots[-1].clients
     trained = {client for record in seen.records for client in record.cohort}
     fresh = method.build(loop.info.arch, "plain", loop.info, 0).state_dict()
     for client in trained:
