@@ -24,11 +24,11 @@ from fedprism.engines.events import Callback, Snapshot
 from fedprism.engines.inprocess import ENGINES
 from fedprism.engines.loop import Loop, make_loop
 from fedprism.engines.numerics import choose_device, choose_precision, numerics
-from fedprism.engines.passes import keyed_draw, learning_rate
+from fedprism.engines.passes import SWEEP_BATCH, keyed_draw, learning_rate
 from fedprism.errors import ConfigError, DataError, RecordError
 from fedprism.federation import ClientData, Federation, Split, make_federation
 from fedprism.methods import make, named
-from fedprism.methods.base import Info, Method
+from fedprism.methods.base import Draw, Info, Method
 from fedprism.methods.base import load as load_state
 from fedprism.records import Protocol, RunDirectory, RunRecord, read_run, run_status
 from fedprism.report.table import Table
@@ -367,10 +367,28 @@ class ClientModel:
     @torch.no_grad()
     def probabilities(self, images: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Class probabilities `[n, classes]` of uint8 images, `[n, height, width, channels]` or channels first."""
-        draw = keyed_draw(torch.device("cpu"), self.info.seed, "serve", self.client)
-        x = normalise(_images(images, self.info.archs[self.client].shape), self.config.data.normalize)
-        scores = [self.method.predict(self.module, part, draw) for part in torch.split(x, 256)]
+        scores = [self.method.predict(self.module, x, draw) for x, draw in self._parts(images)]
         return torch.cat(scores).softmax(1).numpy() if scores else np.empty((0, self.info.classes), np.float32)
+
+    @torch.no_grad()
+    def examine(self, images: Any) -> dict[str, np.ndarray[Any, Any]]:
+        """What the method shows of its inside, image by image: arrays `[n, ...]` by name, such as FedPick's `selected`.
+
+        The scores of a part of the model by itself are there as `scores/<path>`. Nothing to show: an empty dict.
+        """
+        found: dict[str, list[Tensor]] = {}
+        for x, draw in self._parts(images):
+            seen = self.method.examine(self.module, x, draw)
+            paths = {f"scores/{name}": scores for name, scores in seen.paths.items()}
+            for name, values in {**paths, **seen.means, **seen.spreads}.items():
+                found.setdefault(name, []).append(values)
+        return {name: torch.cat(values).numpy() for name, values in found.items()}
+
+    def _parts(self, images: Any) -> Iterator[tuple[Tensor, Draw]]:
+        """Images as the model takes them, some at a time, with the noise of each."""
+        x = normalise(_images(images, self.info.archs[self.client].shape), self.config.data.normalize)
+        for step, part in enumerate(torch.split(x, SWEEP_BATCH) if len(x) else ()):
+            yield part, keyed_draw(torch.device("cpu"), self.info.seed, "serve", self.client, step)
 
     def predict_files(self, paths: Sequence[str | Path]) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The most probable class of each image file, read as `folder:PATH` reads them."""

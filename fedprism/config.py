@@ -113,9 +113,10 @@ class TrainConfig:
         Named("none"), "none, cosine, {name: step, every: 10, gamma: 0.5}, {name: exponential, gamma: 0.99}"
     )
     clip: float | None = setting(None, "largest norm of a step's gradient; null: no limit", positive, "above 0")
-    bn: Literal["method", "shared", "local", "local-stats"] = setting(
+    bn: Literal["method", "shared", "local", "local-stats", "local-affine"] = setting(
         "method",
-        "batch norm: shared, local, local-stats (affine shared, statistics local), or what the method's paper says",
+        "batch norm: shared, local, local-stats (affine shared, statistics local), local-affine (the reverse), or what "
+        "the method's paper says",
     )
 
 

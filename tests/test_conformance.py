@@ -38,10 +38,11 @@ from fedprism.engines.events import RoundRecord, Snapshot, Status
 from fedprism.engines.inprocess import InProcess, Request
 from fedprism.engines.loop import Loop
 from fedprism.engines.numerics import numerics
+from fedprism.engines.passes import inputs, keyed_draw
 from fedprism.errors import ConfigError
 from fedprism.federation import Federation, Split
 from fedprism.methods import METHODS
-from fedprism.methods.base import Kind, Me, Method, Now, Pass, State, Upload
+from fedprism.methods.base import Kind, Me, Method, Now, Pass, State, Upload, load
 from fedprism.records.checkpoint import deserialise, serialise
 from tests.helpers import CPU, Collect, loop_for, same
 
@@ -317,6 +318,22 @@ def test_evaluation_does_not_touch_training(name: str, straight: Straight, tiny:
     assert_same_end(train(method_of(name), config_of(evaluate={"moments": ["received"], "every": 99}), tiny), often)
     expected = {"received", "adapted", *({"global"} if METHODS[name].has_global else ())}
     assert [set(record.scores) for record in often.records] == [expected] + [{*expected, "trained"}] * ROUNDS
+
+
+@every_method
+def test_what_is_examined_is_what_is_predicted(name: str, straight: Straight, tiny: Federation) -> None:
+    run = straight(name)
+    loop, client = run.loop, "plain"
+    model, state = built(run, client), run.loop.states[client]
+    assert state is not None
+    load(model, state)
+    model.eval()
+    x, draw = inputs(tiny.clients[client].test.x, loop.config), keyed_draw(CPU, "test")
+    with torch.no_grad():
+        seen = loop.method.examine(model, x, draw)
+        assert torch.equal(seen.scores, loop.method.predict(model, x, draw))
+    assert all(scores.shape == seen.scores.shape for scores in seen.paths.values())
+    assert all(len(values) == len(x) for values in {**seen.means, **seen.spreads}.values())
 
 
 @every_method
@@ -736,7 +753,7 @@ def test_without_norm_layers(name: str, head_layers: int, tiny: Federation) -> N
 def test_batch_norm_policy(name: str, tiny: Federation) -> None:
     """What travels under `local` is what travels under `shared` less all of batch norm, both ways; and so on."""
     crossing = {}
-    for policy in ("shared", "local", "local-stats"):
+    for policy in ("shared", "local", "local-stats", "local-affine"):
         config = config_of(
             train={"bn": policy, "rounds": 3},
             model={"name": "lenet-bn", "head_layers": 2},
@@ -748,11 +765,13 @@ def test_batch_norm_policy(name: str, tiny: Federation) -> None:
         sent += [
             (r, c, "up", n) for r, of in run.engine.answers.items() for c in of for n in run.engine.result(r, c).upload
         ]
-        crossing[policy] = set(sent)
+        # What is sent of one client alone (`of.<client>/...`, the heads of Fed-CO2) is not averaged and goes whole.
+        crossing[policy] = {each for each in sent if not each[-1].startswith("of.")}
     # In this model every norm layer is called bn1, bn2 or bn3, and nothing else is.
     statistics = ("running_mean", "running_var", "num_batches_tracked")
     assert crossing["local"] == {each for each in crossing["shared"] if ".bn" not in each[-1]}
     assert crossing["local-stats"] == {each for each in crossing["shared"] if not each[-1].endswith(statistics)}
+    assert crossing["local-affine"] == crossing["local"] | (crossing["shared"] - crossing["local-stats"])
 
 
 @every_method
@@ -824,7 +843,7 @@ def test_a_method_says_what_it_is(name: str) -> None:
     assert cls.id == name == name.lower()
     for text in (cls.paper, cls.idea, cls.shares, cls.stays, cls.reveals, cls.group):
         assert text.strip()
-    assert cls.bn in ("shared", "local", "local-stats")
+    assert cls.bn in ("shared", "local", "local-stats", "local-affine")
     assert cls.weighting in ("samples", "uniform")
     assert cls.broadcast in ("participants", "all")
     assert cls.trainers in ("participants", "all")

@@ -463,11 +463,13 @@ def test_a_name_is_taken_once() -> None:
 # --- files stay short ------------------------------------------------------------------------------------------------
 
 
-def code_lines(source: str) -> int:
-    """Lines that are not blank, comment or docstring."""
+def code_lines(source: str, imports: bool = True) -> int:
+    """Lines that are not blank, comment or docstring; nor of an import, if those do not count."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     skipped: set[int] = set()
     for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom) and not imports:
+            skipped |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
         if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
             docstring = node.body[0]
             skipped |= set(range(docstring.lineno, (docstring.end_lineno or docstring.lineno) + 1))
@@ -491,7 +493,7 @@ def test_methods_are_short(file_name: str, most: int) -> None:
 
 @pytest.mark.parametrize("name", list(METHODS))
 def test_no_method_is_longer_than_a_page_or_two(name: str) -> None:
-    """One file a method, of at most 120 lines of code."""
+    """One file a method, of at most 120 lines of code beside its imports."""
     file = METHOD_FILES / f"{name.replace('-', '_')}.py"
     assert METHODS[name].__module__ == f"fedprism.methods.{file.stem}"
-    assert code_lines(file.read_text(encoding="utf-8")) <= 120
+    assert code_lines(file.read_text(encoding="utf-8"), imports=False) <= 120

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -61,6 +62,17 @@ def test_a_line_comes_back() -> None:
     assert math.isnan(back.logs["b"]["alpha"])
     assert back.logs["b"]["zeta"] == 1e-300
     assert back.seconds == {"train": 1.0}
+
+
+def test_what_a_method_shows_of_itself_comes_back() -> None:
+    shown = Score(3, 4, 0.5, paths={"online": 2, "offline": 1}, inside={"pir": 0.25, "s/q05": math.nan})
+    line = encode(replace(RECORD, scores={"received": {"test": {"a": shown, "b": Score(1, 2, 0.5)}}}), ["a", "b"])
+    assert b'"a":[3,4,0.5,{"online":2,"offline":1},{"pir":0.25,"s/q05":null}],"b":[1,2,0.5]' in line
+    back = decode(json.loads(line), {}).scores["received"]["test"]
+    assert back["a"].paths == shown.paths
+    assert back["a"].inside["pir"] == 0.25
+    assert math.isnan(back["a"].inside["s/q05"])
+    assert back["b"] == Score(1, 2, 0.5)
 
 
 def test_a_run_has_a_line_a_round_in_both_files(tmp_path: Path) -> None:

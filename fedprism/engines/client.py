@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedprism.config import Config
 from fedprism.engines.evaluate import score
@@ -18,7 +18,7 @@ from fedprism.engines.events import Score
 from fedprism.engines.passes import learning_rate, run_pass
 from fedprism.errors import ConfigError
 from fedprism.federation import ClientData, Split
-from fedprism.methods.base import Info, Me, Method, Now, Pass, State, load
+from fedprism.methods.base import Draw, Info, Me, Method, Net, Now, Pass, Seen, State, load
 from fedprism.methods.leaves import travelling
 from fedprism.models import architectures
 
@@ -133,7 +133,7 @@ def bn_policy(method: Method, config: Config) -> str:
 
 def open_slot(job: Job) -> Me:
     """A slot for this client's architecture; it can serve every client that has the same one."""
-    model = job.method.build(job.info.archs[job.data.name], job.data.name, job.info, job.info.seed)
+    model = job.method.build(job.info.arch_of(job.data.name), job.data.name, job.info, job.info.seed)
     layout = torch.channels_last if job.config.run.memory_format == "channels_last" else torch.contiguous_format
     return Me(model.to(job.device, memory_format=layout), job.config.train, job.info)  # type: ignore[call-overload]
 
@@ -163,10 +163,10 @@ def _enter(me: Me, job: Job, state: State | None, down: State) -> Now:
     """Load the client's state into the slot and let the method receive what was sent."""
     client, info = job.data.name, job.info
     me.logs.clear()
-    first = state if state is not None else job.method.build(info.archs[client], client, info, info.seed).state_dict()
-    load(me.model, first)
+    new = state is None
+    load(me.model, state or job.method.build(info.arch_of(client), client, info, info.seed).state_dict())
     now = make_now(job.method, job.config, info, me.model, job.round, client)
-    now = replace(now, data=job.data.to(job.device), public=job.public, new=state is None, device=job.device)
+    now = replace(now, data=job.data.to(job.device), public=job.public, new=new, device=job.device)
     with torch.no_grad():
         sent = {name: tensor.to(job.device) for name, tensor in down.items()}
         now = replace(now, down=job.method.decode(sent, now))
@@ -186,17 +186,22 @@ def _train(me: Me, job: Job, now: Now, plan: Callable[[Me, Now], list[Pass]]) ->
     return now
 
 
+def _only(predict: Callable[[Net, Tensor, Draw], Tensor]) -> Callable[[Net, Tensor, Draw], Seen]:
+    """A look that shows the prediction alone."""
+    return lambda model, x, draw: Seen(predict(model, x, draw))
+
+
 def _score(me: Me, job: Job, moment: str) -> dict[str, Score]:
     """Every configured split of this client, scored with the model in the slot."""
     config = job.config
-    predict = job.method.predict_global if moment == "global" else job.method.predict
+    examine = job.method.examine if moment != "global" else _only(job.method.predict_global)
     splits = list(config.evaluate.splits)
     if config.evaluate.train_loss and "train" not in splits:
         splits.insert(0, "train")
     data = job.data.to(job.device)
     purpose = (job.info.seed, "predict", job.round, job.data.name, moment)
     return {
-        s: score(predict, me.model, data.split(s), config, data.classes, (*purpose, s))
+        s: score(examine, me.model, data.split(s), config, data.classes, (*purpose, s))
         for s in splits
         if len(data.split(s))
     }

@@ -26,6 +26,8 @@ class Score:
     right: tuple[int, ...] = ()  # images of each class that were recognised
     predicted: tuple[int, ...] = ()  # images that were taken for each class
     actual: tuple[int, ...] = ()  # images of each class
+    paths: Mapping[str, int] = field(default_factory=dict)  # images that a part of the model by itself recognised
+    inside: Mapping[str, float] = field(default_factory=dict)  # what the method shows of itself: means, quantiles
 
 
 Scores = Mapping[str, Mapping[str, Mapping[str, Score]]]  # moment -> split -> client

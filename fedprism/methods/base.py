@@ -46,6 +46,11 @@ class Info:
     classes: int
     archs: Mapping[str, Arch]
     seed: int
+    later: tuple[str, ...] = ()  # clients that came after the set-up, in the order in which they came
+
+    def arch_of(self, client: str) -> Arch:
+        """A client's architecture; who came later has the server's."""
+        return self.archs.get(client, self.arch) if client in self.later else self.archs[client]
 
     @property
     def arch(self) -> Arch:
@@ -111,6 +116,16 @@ class Upload:
 
 
 @dataclass(frozen=True)
+class Seen:
+    """What one look at a batch shows: the prediction, and what the records keep beside it at every evaluation."""
+
+    scores: Tensor  # [batch, classes]: what `predict` gives
+    paths: Mapping[str, Tensor] = field(default_factory=dict)  # scores of parts by themselves: their accuracy is kept
+    means: Mapping[str, Tensor] = field(default_factory=dict)  # values [batch, ...]: their mean is kept
+    spreads: Mapping[str, Tensor] = field(default_factory=dict)  # values [batch, ...]: their quantiles are kept
+
+
+@dataclass(frozen=True)
 class Pass:
     """One stretch of local training. `trains=()` is a sweep without gradient, in eval mode, that fills scratch."""
 
@@ -170,7 +185,7 @@ class Me:
 
     def log(self, name: str, value: Tensor) -> None:
         """Record the mean of a value over the round, without waiting for the device."""
-        self.logs.setdefault(name, []).append(value.detach().mean())
+        self.logs.setdefault(name, []).append(value.detach().float().mean())
 
     def parameters(self, names: Collection[str] | None = None) -> State:
         """The model's parameters by name, or those of them that are in `names`."""
@@ -201,7 +216,7 @@ class Method:
     group: ClassVar[str] = "global"
     reveals: ClassVar[str] = "nothing beyond the average"
     # What its paper says where the configuration says `method`.
-    bn: ClassVar[str] = "shared"  # shared | local | local-stats
+    bn: ClassVar[str] = "shared"  # shared | local | local-stats | local-affine
     weighting: ClassVar[str] = "samples"  # samples | uniform
     broadcast: ClassVar[str] = "participants"  # participants | all
     trainers: ClassVar[str] = "participants"  # participants | all
@@ -290,6 +305,10 @@ class Method:
         """Scores `[batch, classes]` of a client's own model; their softmax is the prediction."""
         return model(x)
 
+    def examine(self, model: Net, x: Tensor, draw: Draw) -> Seen:
+        """`predict`, with what there is to see inside; whoever has something to show overrides both."""
+        return Seen(self.predict(model, x, draw))
+
     def predict_global(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
         """Scores of the one global model, where there is one (`has_global`)."""
         return self.predict(model, x, draw)
@@ -332,6 +351,15 @@ def squared_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor
     return torch.stack([(a[name] - anchor).square().sum() for name, anchor in b.items()]).sum()
 
 
+def gumbel(uniform: Tensor) -> Tensor:
+    """Gumbel noise from uniform noise in [0, 1): -log(-log U), finite at both ends.
+
+    >>> gumbel(torch.tensor([0.0, 0.5, 1 - 2**-24])).isfinite().all().item()
+    True
+    """
+    return -(-uniform.clamp(1e-20, 1 - 2**-24).log()).log()
+
+
 class Parts(nn.Module):
     """Named modules side by side: what `build` returns when a client owns more than one model."""
 
@@ -369,8 +397,9 @@ __all__ = [
     "Now",
     "Parts",
     "Pass",
+    "Seen",
     "State",
     "Tensors",
     "Upload",
 ]
-__all__ += ["average", "keys", "leaves", "load", "setting", "squared_distance"]
+__all__ += ["average", "gumbel", "keys", "leaves", "load", "setting", "squared_distance"]

@@ -22,27 +22,33 @@ def part(model: nn.Module, *parts: str) -> Names:
 
 def norms(model: nn.Module) -> Names:
     """The leaves of batch (and instance) norm layers: affine, statistics and counter."""
-    return _of_norms(model, affine=True)
+    return _of_norms(model, affine=True, running=True)
+
+
+def affine(model: nn.Module) -> Names:
+    """The weights and biases of batch (and instance) norm layers."""
+    return _of_norms(model, affine=True, running=False)
 
 
 def statistics(model: nn.Module) -> Names:
     """The running statistics and counters of batch (and instance) norm layers."""
-    return _of_norms(model, affine=False)
+    return _of_norms(model, affine=False, running=True)
 
 
 def travelling(model: nn.Module, names: tuple[str, ...], bn: str) -> Names:
-    """`names` less what the batch-norm policy keeps at home: `shared`, `local` or `local-stats`."""
-    kept = {"shared": (), "local": norms(model), "local-stats": statistics(model)}.get(bn)
+    """`names` less what the batch-norm policy keeps at home."""
+    policies = {"shared": (), "local": norms(model), "local-stats": statistics(model), "local-affine": affine(model)}
+    kept = policies.get(bn)
     if kept is None:
-        raise ConfigError(unknown("batch-norm policy", bn, ("shared", "local", "local-stats")))
+        raise ConfigError(unknown("batch-norm policy", bn, tuple(policies)))
     return tuple(name for name in names if name not in set(kept))
 
 
-def _of_norms(model: nn.Module, affine: bool) -> Names:
+def _of_norms(model: nn.Module, affine: bool, running: bool) -> Names:
     return tuple(
         f"{prefix}.{leaf}" if prefix else leaf
         for prefix, module in model.named_modules()
         if isinstance(module, _NormBase)
         for leaf in module.state_dict()
-        if affine or leaf not in ("weight", "bias")
+        if (affine if leaf in ("weight", "bias") else running)
     )

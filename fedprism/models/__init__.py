@@ -1,6 +1,6 @@
 """Models: every one is an extractor (`body`) and a classifier (`head`) by construction; one family a file."""
 
-from fedprism.models.base import MODELS, Arch, Block, Family, Model, initialise, last_linear
+from fedprism.models.base import MODELS, Arch, Block, Family, Model, fresh, initialise, last_linear
 from fedprism.models.choose import architectures
 from fedprism.models.cnn4 import CNN4
 from fedprism.models.digit6 import Digit6
@@ -9,4 +9,4 @@ from fedprism.models.mlp import MLP
 from fedprism.models.resnet18 import ResNet18
 
 __all__ = ["CNN4", "MLP", "MODELS", "Arch", "Block", "Digit6", "Family", "LeNetBN", "Model", "ResNet18"]
-__all__ += ["architectures", "initialise", "last_linear"]
+__all__ += ["architectures", "fresh", "initialise", "last_linear"]

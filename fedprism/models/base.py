@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from fedprism.errors import ConfigError, FedprismError
 from fedprism.registry import Registry
 
 Block = tuple[str, nn.Module]
+Part = TypeVar("Part", bound=nn.Module)
 
 
 def initialise(module: nn.Module, seed: int, prefix: str = "") -> None:
@@ -57,6 +58,17 @@ def _allocate(name: str, block: nn.Module) -> nn.Module:
         if any(True for _ in part.buffers(recurse=False)) and not hasattr(part, "reset_parameters"):
             raise _undrawn(inner, part, "buffers")
     return block.to_empty(device="cpu")
+
+
+def fresh(make: Callable[[], Part], seed: int, name: str) -> Part:
+    """A new part of a model with its first weights, drawn under its name; the global generator is left as it was.
+
+    >>> policy = fresh(lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU()), seed=0, name="policy")
+    """
+    with torch.device("meta"):
+        part = make()
+    initialise(_allocate(name, part), seed, name)
+    return part
 
 
 def last_linear(module: nn.Module) -> nn.Linear:

@@ -39,7 +39,7 @@ def encode(record: RoundRecord, clients: Sequence[str]) -> bytes:
         "logs": ordered(logs, clients),
         "scores": {
             moment: {
-                split: {client: [s.correct, s.total, _finite(s.loss)] for client, s in ordered(scores, clients).items()}
+                split: {client: _entry(score) for client, score in ordered(scores, clients).items()}
                 for split, scores in ordered(splits, SPLITS).items()
             }
             for moment, splits in ordered(record.scores, MOMENTS).items()
@@ -59,15 +59,30 @@ def decode(entry: Mapping[str, Any], seconds: Mapping[str, float]) -> RoundRecor
         logs={client: {n: _number(v) for n, v in values.items()} for client, values in entry["logs"].items()},
         scores={
             moment: {
-                split: {
-                    client: Score(correct, total, _number(loss)) for client, (correct, total, loss) in scores.items()
-                }
-                for split, scores in splits.items()
+                split: {client: _score(*entry) for client, entry in scores.items()} for split, scores in splits.items()
             }
             for moment, splits in entry["scores"].items()
         },
         seconds=seconds,
     )
+
+
+def _entry(score: Score) -> list[Any]:
+    """Counts and loss; behind them, only where the method shows something, its paths and what is inside."""
+    entry = [score.correct, score.total, _finite(score.loss)]
+    shown = [dict(score.paths), {name: _finite(value) for name, value in score.inside.items()}]
+    return [*entry, *shown] if any(shown) else entry
+
+
+def _score(
+    correct: int,
+    total: int,
+    loss: float | None,
+    paths: Mapping[str, int] | None = None,
+    inside: Mapping[str, float | None] | None = None,
+) -> Score:
+    values = {name: _number(value) for name, value in (inside or {}).items()}
+    return Score(correct, total, _number(loss), paths=paths or {}, inside=values)
 
 
 def encode_seconds(record: RoundRecord) -> bytes:

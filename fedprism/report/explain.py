@@ -32,7 +32,12 @@ class Traffic:
 
 
 _WORDS = {
-    "bn": {"shared": "shared", "local": "stays local", "local-stats": "affine parameters shared, statistics local"},
+    "bn": {
+        "shared": "shared",
+        "local": "stays local",
+        "local-stats": "affine parameters shared, statistics local",
+        "local-affine": "statistics shared, affine parameters local",
+    },
     "weighting": {"samples": "by their training images", "uniform": "the same"},
     "broadcast": {"participants": "the clients that take part in the round", "all": "all clients"},
     "moment": {

@@ -14,7 +14,7 @@ because no score depends on them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 State = dict[str, Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def no_noise(round: int, client: int, of: str, step: int, name: str, shape: tuple[int, ...]) -> Tensor:
+    raise AssertionError("this setup has no noise")
 
 
 @dataclass
@@ -40,6 +44,10 @@ class Setup:
     momentum: float
     samples: list[int]  # each client's number of training samples
     participants: Callable[[int], list[int]]  # who takes part in a round
+    built: list[nn.Module] = field(default_factory=list)  # each client's first module with all the parts that a method
+    # adds to a model: first weights are chance, so both sides start from the same; a reference trains copies of them
+    noise: Callable[[int, int, str, int, str, tuple[int, ...]], Tensor] = no_noise
+    # (round, client, pass, step, name, shape): the uniform noise that a step of training drew; steps count from 0
 
 
 @dataclass
