@@ -28,6 +28,7 @@ from fedprism.errors import ConfigError, FedprismError, RecordError
 if TYPE_CHECKING:
     from fedprism.api import Cell, Run
     from fedprism.records import RunRecord
+    from fedprism.report.formats import Grid
     from fedprism.report.progress import Progress
     from fedprism.report.table import Table
 
@@ -52,9 +53,9 @@ Protocols = Annotated[
     typer.Option(
         "--protocol",
         help="Which figure is printed: a moment ([b]received, trained, adapted, global[/b]), the rounds ([b]last, "
-        "lastK, best-validation, best-test[/b]) and a mean ([b]clients, samples[/b]), such as "
-        "[b]trained,last5,samples[/b]. Left out: each method's own moment, the best round on validation images, the "
-        "mean over clients.",
+        "lastK, best-validation, best-test[/b]), a mean ([b]clients, samples[/b]) and a part of the model by itself "
+        "([b]path=NAME[/b]), such as [b]trained,last5,samples[/b]. Left out: each method's own moment, the best round "
+        "on validation images, the mean over clients, the whole model.",
     ),
 ]
 Settings = Annotated[
@@ -312,7 +313,8 @@ def show(
 ) -> None:
     """Print the table of runs again, from their records; another protocol needs no new training.
 
-    Runs that are named go into one table. A folder is searched: the runs of each folder in it make a table.
+    Runs that are named go into one table. A folder is searched: the runs of each folder in it make a table. Below the
+    table of a single run stands what its method shows of its inside, if anything.
 
     \b
     Example:
@@ -322,6 +324,7 @@ def show(
     with _told(), _loading():
         from fedprism.records import read_run
         from fedprism.report.html import write_page
+        from fedprism.report.inside import last_values
         from fedprism.report.table import table
 
         _check(protocol)
@@ -343,6 +346,9 @@ def show(
             if len(groups) > 1:
                 _out().print(Text(str(_common(group)), style="bold"))
             _print_table(result)
+            if len(records) == 1 and (inside := last_values(records[0])) is not None:
+                _out().print(Text("\ninside the method", style="bold"))
+                _print_table(inside)
         else:
             texts = {"markdown": result.markdown, "latex": result.latex, "csv": result.csv, "html": result.html}
             typer.echo(texts[form](), nl=form is Form.html)
@@ -480,7 +486,7 @@ def _table(runs: Sequence[Run], protocol: str | None) -> Table:
     return table([run.record for run in runs], protocol)
 
 
-def _print_table(result: Table) -> None:
+def _print_table(result: Table | Grid) -> None:
     """As wide as the terminal allows; in a file or a pipe as wide as it is."""
     out = _out()
     if out.is_terminal:

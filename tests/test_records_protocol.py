@@ -159,6 +159,92 @@ def test_clients_without_test_images_are_left_out() -> None:
         outcome(nobody)
 
 
+# --- a part of the model by itself -----------------------------------------------------------------------------------
+
+
+def with_paths(run: RunRecord, *rounds: Mapping[str, Mapping[str, Mapping[str, int]]]) -> RunRecord:
+    """The run with parts that were tested by themselves: for each round, path -> split -> client -> correct."""
+    records = []
+    for record, paths in zip(run.rounds, rounds, strict=True):
+        scores = {
+            moment: {
+                split: {
+                    client: replace(
+                        score, paths={name: of[split][client] for name, of in paths.items() if client in of[split]}
+                    )
+                    for client, score in clients.items()
+                }
+                for split, clients in splits.items()
+            }
+            for moment, splits in record.scores.items()
+        }
+        records.append(replace(record, scores=scores))
+    return replace(run, rounds=tuple(records))
+
+
+def both(a: int, b: int) -> dict[str, dict[str, int]]:
+    return {split: {"a": a, "b": b} for split in ("validation", "test")}
+
+
+PARTS = with_paths(
+    make_run(
+        [
+            received({"a": (1, 10), "b": (1, 40)}, {"a": (1, 10), "b": (4, 40)}),
+            received({"a": (9, 10), "b": (36, 40)}, {"a": (8, 10), "b": (16, 40)}),  # the whole's best
+            received({"a": (2, 10), "b": (4, 40)}, {"a": (3, 10), "b": (32, 40)}),
+            received({"a": (5, 10), "b": (20, 40)}, {"a": (5, 10), "b": (16, 40)}),
+        ],
+    ),
+    {"up": both(0, 0), "down": both(1, 1)},
+    {"up": both(1, 8), "down": both(2, 40)},  # up: 10, 20 %; down: 20, 100 %
+    {"up": both(6, 20), "down": both(9, 0)},  # up: 60, 50 %; down: 90, 0 %
+    {"up": both(4, 12), "down": both(5, 20)},  # up: 40, 30 %; down: 50, 50 %
+)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "rounds", "expected"),
+    [
+        ("best", (1,), 0.6),
+        ("last,path=up", (3,), 0.35),
+        ("last,samples,path=up", (3,), 16 / 50),
+        ("last2,path=up", (2, 3), (0.55 + 0.35) / 2),
+        ("best,path=up", (2,), 0.55),  # its own best round, not that of the whole
+        ("best,path=down", (1,), 0.6),
+        ("best,samples,path=down", (1,), 42 / 50),
+        ("best-test,path=up", (2,), 0.55),
+    ],
+)
+def test_a_path_by_hand(protocol: str, rounds: tuple[int, ...], expected: float) -> None:
+    result = outcome(PARTS, Protocol.parse(protocol))
+    assert result.rounds == rounds
+    assert result.mean == pytest.approx(expected, abs=1e-12)
+    assert result.notes == ()
+
+
+def test_a_path_has_clients_of_its_own_and_no_figures_of_classes() -> None:
+    counts = {"a": {"right": [4, 1], "predicted": [6, 4], "actual": [5, 5]}}
+    kept = {"last": {"round": 3, "scores": {"received": {"test": counts}}}}
+    run = replace(PARTS, classes=kept)
+    assert outcome(run, Protocol(when="last")).f1
+    result = outcome(run, Protocol(when="last", path="down"))
+    assert result.accuracy == {"a": 0.5, "b": 0.5}
+    assert result.balanced == result.f1 == {}  # the counts are those of the whole model
+    only_a = with_paths(PARTS, *({"up": {"validation": {"a": 1}, "test": {"a": 1}}} for _ in PARTS.rounds))
+    result = outcome(only_a, Protocol(when="last", path="up"))
+    assert result.accuracy == {"a": 0.1}
+    assert result.notes == ("without b, never tested",)
+
+
+def test_a_path_that_is_not_there_is_named_with_those_that_are() -> None:
+    with pytest.raises(RecordError, match=r"toy has no path 'left' at the moment 'received'\. Its paths: up, down\."):
+        outcome(PARTS, Protocol(path="left"))
+    with pytest.raises(RecordError, match=r"no path 'up' at the moment 'received'\. Its paths: none\."):
+        outcome(RUN, Protocol(path="up"))
+    with pytest.raises(RecordError, match="not tested at the moment 'trained', but at: received"):
+        outcome(PARTS, Protocol("trained", path="up"))
+
+
 # --- what cannot be --------------------------------------------------------------------------------------------------
 
 
@@ -193,6 +279,9 @@ def test_a_diverged_run_has_an_outcome_and_a_flag() -> None:
         ("own", Protocol()),
         ("best-test", Protocol(when="best-test")),
         ("global,clients", Protocol("global")),
+        ("received,last,path=online", Protocol("received", "last", path="online")),
+        ("PATH= Own Part ,samples", Protocol(mean="samples", path="Own Part")),  # a name keeps its capitals
+        ("path=global", Protocol(path="global")),  # not the moment of that name
     ],
 )
 def test_parsing(text: str, expected: Protocol) -> None:
@@ -211,6 +300,9 @@ def test_parsing(text: str, expected: Protocol) -> None:
         ("last0", "K is 1 or more"),
         ("", "unknown part of a protocol ''"),
         ("last,", "unknown part of a protocol ''"),
+        ("path", "Did you mean 'path=NAME'"),
+        ("path=", "path is ''; expected a name"),
+        ("path=a,last,path=b", "chooses the path twice"),
     ],
 )
 def test_mistaken_words(text: str, words: str) -> None:
@@ -228,6 +320,9 @@ def test_a_mistaken_protocol_in_python() -> None:
     ):
         with pytest.raises(ConfigError, match="unknown"):
             Protocol(**wrong)
+    for path in ("", "a,b", " a"):  # could not be read back
+        with pytest.raises(ConfigError, match="a name without commas"):
+            Protocol(path=path)
 
 
 def test_the_sentence_under_a_table() -> None:
@@ -241,6 +336,10 @@ def test_the_sentence_under_a_table() -> None:
     assert "optimistic" in said
     assert "mean over all test images" in said
     assert "mean of the last 5 evaluated rounds" in Protocol.parse("last5").describe()
+    assert Protocol.parse("last,path=online").describe() == (
+        "Test accuracy of the path online by itself, at each method's own moment, last round, mean over clients."
+    )
+    assert "validation accuracy of that path, mean" in Protocol(path="online").describe()
     assert Protocol.parse("best-test").optimistic
     assert not Protocol().optimistic
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import re
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from io import StringIO
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,9 @@ from fedprism.methods import METHODS
 from fedprism.records import Protocol, RunRecord
 from fedprism.report import figures
 from fedprism.report.explain import Traffic, code_lines, settings_of, traffic
-from fedprism.report.figures import curves, figure
+from fedprism.report.figures import Curve, curves, figure, panels
 from fedprism.report.html import page, write_page
+from fedprism.report.inside import WHOLE, last_values, look
 from fedprism.report.progress import Progress
 from fedprism.report.table import Table, grouped, table
 
@@ -384,6 +387,166 @@ def test_page_of_one_run_with_data_that_is_gone_and_many_clients() -> None:
 def test_page_says_so_when_nothing_beats_training_alone(federation: Federation) -> None:
     html = page([record("local", 0, {"a": 70}), record("fedavg", 0, {"a": 60})], federation=federation)
     assert "Nothing gained over training alone here." in html
+
+
+# --- what is inside --------------------------------------------------------------------------------------------------
+
+
+def showing(run: RunRecord, *rounds: dict[str, dict[str, float]]) -> RunRecord:
+    """The run with what its method shows: for each round, client -> name -> value.
+
+    `path:` begins the name of a path (images of 100), `log:` that of a value of training; the rest are of the test.
+    """
+
+    def kind(values: dict[str, float], prefix: str) -> dict[str, Any]:
+        return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+
+    entries = []
+    for entry, clients in zip(run.rounds, rounds, strict=True):
+        of = entry.scores["received"]["test"]
+        scores = {
+            client: replace(
+                of[client],
+                paths=kind(values, "path:"),
+                inside={name: value for name, value in values.items() if ":" not in name},
+            )
+            for client, values in clients.items()
+        }
+        logs = {client: kind(values, "log:") for client, values in clients.items() if entry.round}
+        splits = {"received": {"validation": scores, "test": scores}} if scores else {}
+        entries.append(replace(entry, scores=splits, logs=logs))
+    return replace(run, rounds=tuple(entries))
+
+
+QUANTILES = (0, 5, 25, 50, 75, 95, 100)
+
+
+def shown(up: int, share: float, shift: float) -> dict[str, float]:
+    spread = {f"s/q{q:02d}": q / 100 + shift for q in QUANTILES}
+    return {"path:up": up, "share": share, **spread, "log:share": 9.0, "log:apart": 10 * share, "log:loss/train": 1.0}
+
+
+@pytest.fixture
+def insides() -> list[RunRecord]:
+    """Two seeds; `south` is tested in the first round alone."""
+    first = record("fedavg", 0, {"north": 50, "south": 70}, {"north": 60, "south": 70})
+    second = record("fedavg", 1, {"north": 60, "south": 80}, {"north": 80, "south": 80})
+    return [
+        showing(
+            first,
+            {"north": shown(10, 0.1, 0), "south": shown(30, 0.2, 0)},
+            {"north": shown(20, 0.3, 1), "south": shown(40, 0.4, 2)},
+            {"north": shown(40, 0.5, 3)},
+        ),
+        showing(
+            second,
+            {"north": shown(10, 0.1, 0), "south": shown(30, 0.2, 0)},
+            {"north": shown(20, 0.5, 1), "south": shown(40, 0.8, 3)},
+            {"north": shown(60, 0.7, 5)},
+        ),
+    ]
+
+
+def test_what_a_run_shows_by_hand(insides: list[RunRecord]) -> None:
+    seen = look(insides[0])
+    assert list(seen.paths) == ["up", WHOLE]
+    assert seen.paths["up"]["south"] == {0: 0.3, 1: 0.4, 2: 0.4}  # it stands where round 1 put it
+    assert seen.paths[WHOLE]["north"] == {0: 0.1, 1: 0.5, 2: 0.6}
+    assert seen.values["share"]["north"] == {0: 0.1, 1: 0.3, 2: 0.5}
+    assert seen.logs == {"apart": {"north": {1: 3.0, 2: 5.0}, "south": {1: 4.0, 2: 4.0}}}  # no loss, no share twice
+    assert seen.last == 2
+    assert look(record("fedavg", 0, {"a": 50})) == type(seen)()
+
+
+def test_panels_by_hand(insides: list[RunRecord]) -> None:
+    accuracy, share, boxes, apart = panels(insides)
+    assert [each.title for each in (share, boxes, apart)] == ["share", "s, last round", "apart, in training"]
+    assert accuracy.percent
+    assert list(accuracy.lines) == ["up", WHOLE]
+    up = accuracy.lines["up"]
+    assert up.rounds == (0, 1, 2)
+    assert up.mean == pytest.approx((0.2, 0.3, 0.45))  # the last of 40 and 40, 60 and 40
+    assert up.deviation == pytest.approx((0, 0, 0.05 * 2**0.5))
+    assert share.lines["north"] == Curve((0, 1, 2), pytest.approx((0.1, 0.4, 0.6)), ())  # no band of a client
+    assert share.lines["south"].mean == pytest.approx((0.2, 0.6, 0.6))
+    assert boxes.boxes["north"] == pytest.approx({q: q / 100 + 4 for q in QUANTILES})
+    assert boxes.boxes["south"] == pytest.approx({q: q / 100 + 2.5 for q in QUANTILES})
+    assert apart.lines["north"].rounds == (1, 2)
+
+
+def test_what_is_not_finite_or_never_together_is_left_out(federation: Federation) -> None:
+    broken = showing(record("fedavg", 0, {"a": 50}), {"a": {"share": 0.5, "odd": nan}}, {"a": {"share": nan}})
+    (panel,) = panels([broken])
+    assert panel.lines["a"].rounds == (0,)
+    early = showing(record("fedavg", 1, {"a": 50}), {}, {"a": {"share": 0.5}})
+    assert panels([broken, early]) == []  # no round in which both seeds have a value
+    assert "Inside each method" not in page([broken, early], federation=federation)
+
+
+def test_page_shows_what_is_inside(
+    insides: list[RunRecord], federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = {"north": 40, "south": 40}
+    html = page([record("local", 0, alone, alone), *insides], federation=federation)
+    section = html.partition("Inside each method")[2].partition("</section>")[0]
+    assert check(html).tags.count("svg") == 3  # curves, gains and this
+    assert section.count("<h3>") == section.count("<svg") == 1  # training alone shows nothing
+    for text in ("fedavg <small>received", ">share<", ">s, last round<", ">apart, in training<", "means over seeds"):
+        assert text in section
+    assert ">up  45.0<" in section
+    assert ">whole model  72.5<" in section
+    assert "#00000" not in html
+    assert "Inside each method" not in page([record("fedavg", 0, {"north": 40})], federation=federation)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "Inside each method" not in page(insides, federation=federation)
+
+
+def test_page_shows_the_inside_of_the_first_clients_whatever_their_names() -> None:
+    names = [f"<b>$client number {i:02d}$" for i in range(13)]
+    values = {name: {"a $value$ <i>": i / 10, "s/q50": 1.0} for i, name in enumerate(names)}
+    gone = {"data": {"name": "arrays:gone"}}
+    run = showing(record("fedavg", 0, dict.fromkeys(names, 50), config=gone), values, values)
+    html = page([run])
+    check(html)
+    section = html.partition("Inside each method")[2].partition("</section>")[0]
+    assert "Of 13 clients, the first 12 have a line or a box." in section
+    assert section.count("er 11$<") == 2  # at its line and beside its box
+    assert "er 12$<" not in section
+    assert "a $value$ &lt;i&gt;" in section
+    assert "The first 12 of 13 clients" in str(last_values(run))
+
+
+def test_the_short_table_of_one_run(insides: list[RunRecord]) -> None:
+    grid = last_values(insides[0])
+    assert grid is not None
+    assert grid.header == ("client", "up", WHOLE, "share", "s")
+    assert [[entry.text for entry in row] for row in grid.rows] == [
+        ["north", "40.0", "60.0", "0.500", "3.50 (3.05 to 3.95)"],
+        ["south", "40.0", "70.0", "0.400", "2.50 (2.05 to 2.95)"],
+    ]
+    assert "moment received, round 2." in str(grid)
+    assert "s: median (5th to 95th percentile)." in str(grid)
+    assert last_values(record("fedavg", 0, {"a": 50})) is None
+
+
+def test_the_table_and_the_curves_of_a_path(insides: list[RunRecord], federation: Federation) -> None:
+    other = record("local", 0, {"north": 90, "south": 90}, {"north": 90, "south": 90})
+    result = table([other, *insides], "last,path=up")
+    assert cell(result, "fedavg", "mean") == (45.0, pytest.approx(50**0.5))  # of 40 and 50
+    assert result.rows[0].figures == {}
+    assert "gain" not in result.rows[1].figures
+    assert "local, seed 0: no figure, because local has no path 'up'" in str(result)
+    assert "Test accuracy of the path up by itself" in str(result)
+    assert next(csv.DictReader(StringIO(result.csv())))["protocol"] == "own,last,clients,path=up"
+    lead = page([other, *insides], "path=up", federation).partition("</header>")[0]
+    assert "The path up by itself, every client." in lead
+    lines = curves([other, *insides], result.protocol)
+    assert list(lines) == ["fedavg"]
+    assert lines["fedavg"].mean == pytest.approx((0.2, 0.3, 0.45))
+    with pytest.raises(RecordError, match=r"unknown path 'upp'\. Did you mean 'up'\? Known: up\."):
+        table([other, *insides], "last,path=upp")
+    with pytest.raises(RecordError, match=r"Its paths: none"):
+        table([other], "path=up")
 
 
 # --- progress --------------------------------------------------------------------------------------------------------

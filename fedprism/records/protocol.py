@@ -1,14 +1,15 @@
 """Protocols: which figure is reported, computed from the records alone, so that any of them can be chosen afterwards.
 
-A protocol says at which moment the test counts, at which round or rounds, and over what the mean is taken. A client
-that was not tested in a chosen round counts with its latest record before it (see standing.py).
+A protocol says at which moment the test counts, at which round or rounds, and over what the mean is taken; and, for a
+model of several parts, whether it is the test of one of them by itself. A client that was not tested in a chosen round
+counts with its latest record before it (see standing.py).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import sqrt
 from statistics import stdev
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from fedprism.config import MOMENTS
 from fedprism.errors import ConfigError, RecordError, unknown
 from fedprism.records.read import RunRecord
-from fedprism.records.standing import Best, Standing, mean
+from fedprism.records.standing import Best, Standing, mean, part
 
 _MEANS = ("clients", "samples")
 _WHENS = ("last", "mean-last-K", "best-validation", "best-test")
@@ -27,6 +28,7 @@ _AT = {
     "adapted": "after adaptation",
     "global": "of the global model",
 }
+_PATH = "path="
 _SHORT = {"last": "last", "best": "best-validation", "best-validation": "best-validation", "best-test": "best-test"}
 
 
@@ -41,6 +43,7 @@ class Protocol:
     moment: str | None = None  # None: the method's own
     when: str = "best-validation"  # last | mean-last-K | best-validation | best-test
     mean: str = "clients"  # clients (C.Avg) | samples (D.Avg)
+    path: str | None = None  # a part of the model by itself, by its name in the records; None: the whole of it
 
     def __post_init__(self) -> None:
         if self.moment is not None and self.moment not in MOMENTS:
@@ -49,28 +52,37 @@ class Protocol:
             raise ConfigError(unknown("mean", self.mean, _MEANS))
         if self.when not in _SHORT.values() and self.last < 1:
             raise ConfigError(f"{unknown('choice of rounds', self.when, _WHENS)} K is 1 or more.")
+        if self.path is not None and (not self.path or "," in self.path or self.path != self.path.strip()):
+            raise ConfigError(f"a protocol's path is {self.path!r}; expected a name without commas, as in path=online.")
 
     @classmethod
     def parse(cls, text: str) -> Protocol:
-        """`trained,last5,samples`: a moment, a choice of rounds and a mean, in any order, each with a default."""
+        """`trained,last5,samples`: a moment, rounds, a mean and a `path=NAME`, in any order, each with a default."""
         chosen: dict[str, str | None] = {}
-        for word in (part.strip() for part in text.lower().split(",")):
+        value: str | None
+        for given in (piece.strip() for piece in text.split(",")):
+            word = given.lower()
             last = _LAST_K.fullmatch(word)
-            if word in (*MOMENTS, "own"):
+            if word.startswith(_PATH):
+                key, value = "path", given[len(_PATH) :].strip()  # a name keeps its capitals
+            elif word in (*MOMENTS, "own"):
                 key, value = "moment", None if word == "own" else word
             elif word in _SHORT or last:
                 key, value = "when", f"mean-last-{int(last[1])}" if last else _SHORT[word]
             elif word in _MEANS:
                 key, value = "mean", word
             else:
-                raise ConfigError(unknown("part of a protocol", word, ["own", *MOMENTS, "lastK", *_SHORT, *_MEANS]))
+                raise ConfigError(
+                    unknown("part of a protocol", word, ["own", *MOMENTS, "lastK", *_SHORT, *_MEANS, "path=NAME"])
+                )
             if key in chosen:
                 raise ConfigError(f"the protocol {text!r} chooses the {key} twice; keep one.")
             chosen[key] = value
         return cls(**chosen)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        return ",".join((self.moment or "own", self.when, self.mean))
+        path = () if self.path is None else (f"{_PATH}{self.path}",)
+        return ",".join((self.moment or "own", self.when, self.mean, *path))
 
     @property
     def last(self) -> int:
@@ -92,13 +104,15 @@ class Protocol:
         )
         over = {"clients": "mean over clients", "samples": "mean over all test images"}[self.mean]
         by = {"clients": "mean", "samples": "pooled"}[self.mean]
+        whose, its = (f" of the path {self.path} by itself,", " of that path") if self.path else ("", "")
         rounds = {
             "last": "last round",
-            "best-validation": f"round with the best {by} validation accuracy",
-            "best-test": f"round with the best {by} test accuracy (optimistic: chosen on the test images themselves)",
+            "best-validation": f"round with the best {by} validation accuracy{its}",
+            "best-test": f"round with the best {by} test accuracy{its} "
+            "(optimistic: chosen on the test images themselves)",
         }.get(self.when, f"mean of the last {self.last} evaluated rounds")
         notes = [f" {outcome.label}: {note}." for outcome in outcomes for note in outcome.notes]
-        return f"Test accuracy {at}, {rounds}, {over}." + "".join(notes)
+        return f"Test accuracy{whose} {at}, {rounds}, {over}." + "".join(notes)
 
 
 @dataclass(frozen=True)
@@ -129,9 +143,10 @@ def outcome(run: RunRecord, protocol: Protocol | None = None) -> Outcome:
     """A run's figures under a protocol; a diverged run's from what is there, flagged."""
     protocol = protocol or Protocol()
     moment = protocol.moment or run.moment
+    whole, run = run, of_path(run, protocol)
     tested = [record.round for record in run.rounds if record.scores.get(moment, {}).get("test")]
     if not tested:
-        raise RecordError(_untested(run, moment))
+        raise RecordError(_untested(whole, moment, protocol.path))
     notes = ["diverged"] if run.diverged else []
     chosen = _choose(run, protocol, moment, tested, notes)
     standing, seen = Standing(moment, "test"), []
@@ -159,6 +174,23 @@ def outcome(run: RunRecord, protocol: Protocol | None = None) -> Outcome:
         diverged=run.diverged,
         notes=tuple(notes),
     )
+
+
+def of_path(run: RunRecord, protocol: Protocol) -> RunRecord:
+    """The run as if the protocol's path were its whole model; counts a class are of the whole alone, so there are none.
+
+    The run as it is where the protocol asks for no path.
+    """
+    if protocol.path is None:
+        return run
+    moment = protocol.moment or run.moment
+    return replace(run, rounds=tuple(part(record, moment, protocol.path) for record in run.rounds), classes={})
+
+
+def paths_of(run: RunRecord, moment: str) -> list[str]:
+    """The parts of the model that were tested by themselves at this moment."""
+    tests = [record.scores.get(moment, {}).get("test", {}) for record in run.rounds]
+    return list(dict.fromkeys(name for scores in tests for score in scores.values() for name in score.paths))
 
 
 def _choose(
@@ -204,10 +236,13 @@ def _where(run: RunRecord) -> str:
     return str(run.path or f"the run of {run.method} with seed {run.seed}")
 
 
-def _untested(run: RunRecord, moment: str) -> str:
+def _untested(run: RunRecord, moment: str, path: str | None) -> str:
     moments = {m for record in run.rounds for m, splits in record.scores.items() if splits.get("test")}
     if not moments:
         return f"{_where(run)} has no tested round yet (status: {run.status}); go on with it by `fedprism resume`."
+    if path is not None and moment in moments:
+        known = ", ".join(paths_of(run, moment)) or "none"
+        return f"{run.method} has no path {path!r} at the moment {moment!r}. Its paths: {known}."
     known = ", ".join(sorted(moments, key=MOMENTS.index))
     return (
         f"{_where(run)} was not tested at the moment {moment!r}, but at: {known}. Choose one of these with --protocol."

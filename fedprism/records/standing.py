@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from math import fsum
+from math import fsum, nan
 
 from fedprism.engines.events import RoundRecord, Score
 
@@ -21,6 +21,16 @@ def mean(values: Mapping[str, float], weights: Mapping[str, int] | None = None) 
     if weights is None:
         return fsum(values.values()) / len(values)
     return fsum(value * weights[name] for name, value in values.items()) / sum(weights[name] for name in values)
+
+
+def part(record: RoundRecord, moment: str, path: str) -> RoundRecord:
+    """The round at this moment as if one part of the model were all of it; clients without that part are left out."""
+    splits = record.scores.get(moment, {})
+    alone = {
+        split: {n: Score(s.paths[path], s.total, nan) for n, s in scores.items() if path in s.paths}
+        for split, scores in splits.items()
+    }
+    return replace(record, scores={moment: alone})
 
 
 @dataclass

@@ -1,4 +1,5 @@
-"""Figures from records, drawn with matplotlib (extra `report`): accuracy over rounds, and each client's gain.
+"""Figures from records, drawn with matplotlib (extra `report`): accuracy over rounds, each client's gain, and what
+methods show of their inside.
 
 A figure for the page is an SVG whose colours are CSS variables, so that it follows the page into the dark; a figure for
 a file has the colours of the light theme.
@@ -9,17 +10,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from html import escape
 from importlib.util import find_spec
 from io import BytesIO, StringIO
+from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from fedprism.errors import FedprismError
 from fedprism.records import Protocol, RunRecord, atomic
+from fedprism.records.protocol import of_path
 from fedprism.records.standing import Standing, mean
-from fedprism.report.table import LOCAL, Row, Table, grouped, table
+from fedprism.report.inside import WHOLE, Courses, families, look
+from fedprism.report.table import LOCAL, MANY, Row, Table, grouped, table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,32 +58,79 @@ _STAND_INS = Theme("#000001", "#000002", "#000003", tuple(f"#00001{i}" for i in 
 
 @dataclass(frozen=True)
 class Curve:
-    """One method's test accuracy over rounds: mean over clients, then over seeds. Shares, 0 to 1."""
+    """One line: a value over rounds, mean over seeds. An accuracy is a share, 0 to 1."""
 
     rounds: tuple[int, ...]
     mean: tuple[float, ...]
-    deviation: tuple[float, ...]  # over seeds; zeros where there is one
+    deviation: tuple[float, ...]  # over seeds; zeros where there is one; empty: no band
 
 
 def curves(records: Sequence[RunRecord], protocol: Protocol) -> dict[str, Curve]:
-    """A curve a row of the table, at the protocol's moment."""
-    result = {}
-    for label, group in grouped(records).items():
-        runs = [_course(record, protocol) for record in group]
-        rounds = sorted(set.intersection(*(set(run) for run in runs)))
-        values = [[run[round] for run in runs] for round in rounds]
-        if rounds:
-            spread = tuple(stdev(v) if len(v) > 1 else 0.0 for v in values)
-            result[label] = Curve(tuple(rounds), tuple(map(fmean, values)), spread)
-    return result
+    """A curve a row of the table, at the protocol's moment: the mean test accuracy over clients."""
+    found = {
+        label: _over_seeds([_course(record, protocol) for record in group]) for label, group in grouped(records).items()
+    }
+    return {label: curve for label, curve in found.items() if curve.rounds}
+
+
+def _over_seeds(runs: Sequence[Mapping[int, float]]) -> Curve:
+    """The rounds that all runs have."""
+    rounds = sorted(set[int]().union(*runs).intersection(*runs))
+    values = [[run[round] for run in runs] for round in rounds]
+    spread = tuple(stdev(v) if len(v) > 1 else 0.0 for v in values)
+    return Curve(tuple(rounds), tuple(map(fmean, values)), spread)
 
 
 def _course(record: RunRecord, protocol: Protocol) -> dict[int, float]:
     standing, course = Standing(protocol.moment or record.moment, "test"), {}
-    for each in record.rounds:
+    for each in of_path(record, protocol).rounds:
         if standing.see(each) and (accuracy := standing.accuracy()):
             course[each.round] = mean(accuracy, standing.images() if protocol.mean == "samples" else None)
     return course
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One value that a method shows: lines over rounds, or a box a client."""
+
+    title: str
+    lines: Mapping[str, Curve] = field(default_factory=dict)  # by path or client
+    boxes: Mapping[str, Mapping[int, float]] = field(default_factory=dict)  # client -> percent -> quantile
+    percent: bool = False  # the lines are accuracies of paths
+
+
+def panels(group: Sequence[RunRecord]) -> list[Panel]:
+    """What one method shows over its seeds: accuracy of its paths, then a panel a value, of the first clients."""
+    seen, clients = [look(record) for record in group], group[0].clients[:MANY]
+
+    def lines(courses: Sequence[Courses], name: str) -> dict[str, Curve]:
+        of = [each.get(name, {}) for each in courses]
+        found = {client: _over_seeds([run[client] for run in of if client in run]) for client in clients}
+        return {client: replace(curve, deviation=()) for client, curve in found.items() if curve.rounds}
+
+    paths: dict[str, Curve] = {}
+    for path in dict.fromkeys(name for each in seen for name in each.paths):
+        curve = _over_seeds([_mean_course(each.paths[path]) for each in seen if path in each.paths])
+        paths |= {path: curve} if curve.rounds else {}
+    plain, quantiles = families(dict.fromkeys(name for each in seen for name in each.values))
+    logs = dict.fromkeys(name for each in seen for name in each.logs)
+    result = [Panel("accuracy of each part by itself", paths, percent=True)]
+    result += [Panel(name, lines([each.values for each in seen], name)) for name in plain]
+    for family, names in quantiles.items():
+        boxes: dict[str, dict[int, float]] = {client: {} for client in clients}
+        for client, (percent, name) in product(clients, names.items()):
+            ends = [each.values.get(name, {}).get(client, {}).get(each.last) for each in seen]
+            if values := [end for end in ends if end is not None]:
+                boxes[client][percent] = fmean(values)
+        result.append(Panel(f"{family}, last round", boxes=boxes))
+    result += [Panel(f"{name}, in training", lines([each.logs for each in seen], name)) for name in logs]
+    return [panel for panel in result if panel.lines or panel.boxes]
+
+
+def _mean_course(clients: Mapping[str, Mapping[int, float]]) -> dict[int, float]:
+    """The mean over the clients that have been tested by then."""
+    rounds = {round for course in clients.values() for round in course}
+    return {round: fmean(course[round] for course in clients.values() if round in course) for round in rounds}
 
 
 # --- figures for the page --------------------------------------------------------------------------------------------
@@ -105,6 +157,27 @@ def gains_svg(result: Table, width: float = 9.2) -> str:
         return _inline(figure, "gains", "Points of each client above training alone, a panel a method.")
 
 
+def inside_svg(group: Sequence[RunRecord], name: str, says: str, width: float = 9.2) -> str:
+    """What one method shows of its inside as inline SVG, a panel a value; empty where it shows nothing."""
+    shown = panels(group)
+    if not shown:
+        return ""
+    across, tall, left, right = 2, 3.05, 0.6, 1.42  # a panel's height and margins in inches
+    down, wide = -(-len(shown) // across), width / across
+    with _figure(width, tall * down) as canvas:
+        for place, panel in enumerate(shown):
+            x, y = place % across * wide, (down - 1 - place // across) * tall
+            start, end = (x + right, x + wide - 0.2) if panel.boxes else (x + left, x + wide - right)
+            box = (start / width, (y + 0.5) / tall / down, (end - start) / width, 2.1 / tall / down)
+            axes, top = canvas.add_axes(box), (y + tall - 0.1) / tall / down
+            canvas.text((x + 0.02) / width, top, panel.title, color=_STAND_INS.ink, fontsize=9.5, va="center")
+            if panel.boxes:
+                _draw_boxes(axes, panel.boxes, _STAND_INS)
+            else:
+                _draw_curves(axes, panel.lines, _STAND_INS, panel.percent, 11 if panel.percent else 15)
+        return _inline(canvas, name, escape(says))
+
+
 def figure(records: Sequence[RunRecord], path: str | Path, protocol: Protocol | str | None = None) -> Path:
     """Curves and gains side by side as a PNG or SVG file, for a README or a slide."""
     if not available():
@@ -129,35 +202,42 @@ def figure(records: Sequence[RunRecord], path: str | Path, protocol: Protocol | 
 # --- drawing ---------------------------------------------------------------------------------------------------------
 
 
-def _draw_curves(axes: Axes, lines: Mapping[str, Curve], theme: Theme) -> None:
-    """A line a method with its name and last value at its right end."""
+def _draw_curves(axes: Axes, lines: Mapping[str, Curve], theme: Theme, percent: bool = True, letters: int = 99) -> None:
+    """A line a method (or part, or client) with its name, and an accuracy's last value, at its right end."""
     from matplotlib.ticker import MaxNLocator
 
     styles, faint = _styles(list(lines), theme), 0.14 if len(lines) <= 7 else 0.06
+    scale = 100 if percent else 1
     for label, curve in lines.items():
         colour, dash, width = styles[label]
-        points = [100 * value for value in curve.mean]
-        axes.plot(curve.rounds, points, color=colour, linestyle=dash, linewidth=width, solid_capstyle="round", zorder=3)
+        points, dot = [scale * value for value in curve.mean], "o" if len(curve.rounds) == 1 else ""
+        line: dict[str, Any] = {"color": colour, "linestyle": dash, "linewidth": width, "solid_capstyle": "round"}
+        axes.plot(curve.rounds, points, zorder=3, marker=dot, markersize=4, clip_on=not dot, **line)
         if any(curve.deviation):
-            low = [100 * (m - d) for m, d in zip(curve.mean, curve.deviation, strict=True)]
-            high = [100 * (m + d) for m, d in zip(curve.mean, curve.deviation, strict=True)]
+            low = [scale * (m - d) for m, d in zip(curve.mean, curve.deviation, strict=True)]
+            high = [scale * (m + d) for m, d in zip(curve.mean, curve.deviation, strict=True)]
             axes.fill_between(curve.rounds, low, high, color=colour, alpha=faint, linewidth=0, zorder=2)
     last = max((curve.rounds[-1] for curve in lines.values()), default=1)
-    top = 100 * max((max(curve.mean) for curve in lines.values()), default=1.0)
     axes.set_xlim(0, max(last, 1))
-    axes.set_ylim(0, min(100.0, 5 * (top // 5 + 2)))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
     _plain_axes(axes, theme)
     axes.set_xlabel("round", color=theme.muted, fontsize=9.5)
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10], integer=True))
-    axes.yaxis.set_major_formatter("{x:.0f} %")
+    if percent:
+        top = 100 * max((max(curve.mean) for curve in lines.values()), default=1.0)
+        axes.set_ylim(0, min(100.0, 5 * (top // 5 + 2)))
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10], integer=True))
+        axes.yaxis.set_major_formatter("{x:.0f} %")
+    else:
+        axes.margins(y=0.08)
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
+        axes.yaxis.get_offset_text().set(color=theme.muted, fontsize=8.5)  # 1e−7 above the axis
     inches = axes.get_window_extent().height / axes.figure.dpi
     gap = (axes.get_ylim()[1] - axes.get_ylim()[0]) * 0.17 / inches  # a line of text, in units of the axis
-    ends = {label: 100 * curve.mean[-1] for label, curve in lines.items()}
+    ends = {label: scale * curve.mean[-1] for label, curve in lines.items()}
     for label, place in _apart(ends, gap, axes.get_ylim()).items():
         at, colour = lines[label].rounds[-1], styles[label][0]
         axes.annotate(
-            f"{label}  {ends[label]:.1f}",
+            _short(label, letters) + (f"  {ends[label]:.1f}" if percent else ""),
             xy=(at, ends[label]),
             xytext=(last * 1.025 + 0.01, place),
             color=colour,
@@ -166,6 +246,38 @@ def _draw_curves(axes: Axes, lines: Mapping[str, Curve], theme: Theme) -> None:
             annotation_clip=False,
             arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "alpha": 0.6, "relpos": (0, 0.5)},
         )
+
+
+def _draw_boxes(axes: Axes, boxes: Mapping[str, Mapping[int, float]], theme: Theme) -> None:
+    """A row a client: the middle half as a box with the median, 5 to 95 percent as a line, all values as a thin one."""
+    styles = _styles(list(boxes), theme)
+    for height, (client, at) in enumerate(boxes.items()):
+        colour = styles[client][0]
+        for low, high, width in ((0, 100, 0.8), (5, 95, 1.8)):
+            if low in at and high in at:
+                axes.hlines(height, at[low], at[high], color=colour, linewidth=width, zorder=2)
+        if 25 in at and 75 in at:
+            axes.barh(
+                height, at[75] - at[25], left=at[25], height=0.56, color=colour, alpha=0.55, linewidth=0, zorder=3
+            )
+        if 50 in at:
+            axes.vlines(at[50], height - 0.34, height + 0.34, color=theme.ink, linewidth=1.6, zorder=4)
+    _plain_axes(axes, theme)
+    axes.grid(axis="y", visible=False)
+    axes.grid(axis="x", color=theme.grid, linewidth=0.8)
+    axes.set_ylim(max(len(boxes), 3) - 0.4, -0.6)
+    axes.set_yticks(range(len(boxes)), [_short(client) for client in boxes])
+    axes.tick_params(axis="y", labelcolor=theme.ink)
+
+
+def _short(name: str, most: int = 15) -> str:
+    """A name that has no room, cut in the middle: names of clients often differ at their ends.
+
+    >>> _short("hospital-of-saint-mary-07")
+    'hospita…mary-07'
+    """
+    half = most // 2
+    return name if len(name) <= most else f"{name[:half]}…{name[-half:]}"
 
 
 def _draw_gains(
@@ -243,13 +355,14 @@ def _plain_axes(axes: Axes, theme: Theme) -> None:
 
 
 def _styles(labels: Sequence[str], theme: Theme) -> dict[str, tuple[str, Any, float]]:
-    """Colour, dash and width of each method; training alone is the dashed base line in the colour of the text."""
+    """Colour, dash and width of each line; training alone (dashed) and a whole model are in the colour of the text."""
+    inked = {LOCAL: (theme.ink, (0, (4, 2)), 1.6), WHOLE: (theme.ink, _DASHES[0], 2.0)}
     styles: dict[str, tuple[str, Any, float]] = {}
     for label in labels:
-        if label == LOCAL:
-            styles[label] = (theme.ink, (0, (4, 2)), 1.6)
+        if label in inked:
+            styles[label] = inked[label]
         else:
-            turn, place = divmod(len(styles) - (LOCAL in styles), len(theme.series))
+            turn, place = divmod(len(styles.keys() - inked.keys()), len(theme.series))
             styles[label] = (theme.series[place], _DASHES[turn % len(_DASHES)], 2.0)
     return styles
 
@@ -299,7 +412,8 @@ def _figure(width: float, height: float) -> Iterator[Any]:
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fedprism", "font.family": "DejaVu Sans"}):
+    looks: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "fedprism", "font.family": "DejaVu Sans"}
+    with matplotlib.rc_context({**looks, "text.parse_math": False}):  # a name may have dollars in it
         yield Figure(figsize=(width, height))
 
 

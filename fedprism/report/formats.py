@@ -44,6 +44,12 @@ class Grid:
     rows: tuple[tuple[Entry, ...], ...]
     notes: tuple[str, ...] = ()
 
+    def __rich__(self) -> Fitting:
+        return Fitting((self,))
+
+    def __str__(self) -> str:
+        return text(self)
+
 
 def terminal(grid: Grid, stars: bool) -> RichTable:
     """The rows for rich; `stars` marks the best with a star where bold cannot be seen."""

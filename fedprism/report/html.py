@@ -1,4 +1,4 @@
-"""One self-contained page about some runs: table, curves, gains, pictures, traffic, configuration."""
+"""One self-contained page about some runs: table, curves, gains, insides, pictures, traffic, configuration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedprism.errors import FedprismError
 from fedprism.federation import ClientData, Federation, make_federation
 from fedprism.records import Protocol, RunRecord, atomic
 from fedprism.report import figures
-from fedprism.report.table import GAIN, LOCAL, Table, grouped, table
+from fedprism.report.table import GAIN, LOCAL, MANY, Table, grouped, table
 
 _SHOWN = 12  # clients whose images are shown
 _IMAGES = 10  # of each of them
@@ -49,6 +49,7 @@ def page(
         ("Result", _result(result)),
         ("Accuracy over rounds", _curves(records, result.protocol)),
         ("Gain of each client over training alone", _gains(result)),
+        ("Inside each method", _inside(records)),
         ("What each client sees", _pictures(first, federation)),
         ("Traffic and time", _traffic(records)),
         ("What was run", _settings(records)),
@@ -66,7 +67,8 @@ def _lead(result: Table) -> str:
     """The result in a sentence."""
     whole = [row for row in result.rows if "mean" in row.figures and not row.mark]
     if len(whole) < 2:
-        return "One method, every client."
+        path = result.protocol.path
+        return f"The path {path} by itself, every client." if path else "One method, every client."
     top = max(whole, key=lambda row: row.figures["mean"].mean)
     words = f"{top.label} has the best mean: {100 * top.figures['mean'].mean:.1f} %"
     if top.method == LOCAL:
@@ -89,7 +91,8 @@ def _curves(records: Sequence[RunRecord], protocol: Protocol) -> str:
     over = {"clients": "mean over clients", "samples": "mean over all test images"}[protocol.mean]
     moment = protocol.moment or "at each method’s own moment"
     band = "; the band is one standard deviation over seeds" if seeds > 1 else ""
-    note = f"Test accuracy, {over}, {moment}{band}. The number behind a name is that of the last round."
+    part = f" of the path {protocol.path} by itself" if protocol.path else ""
+    note = f"Test accuracy{part}, {over}, {moment}{band}. The number behind a name is that of the last round."
     return f'<figure>{figures.curves_svg(records, protocol)}</figure>\n<p class="note">{escape(note)}</p>'
 
 
@@ -99,6 +102,30 @@ def _gains(result: Table) -> str:
         return ""
     note = "Points above (blue) or below (orange) what the client reaches alone, under the protocol of the table."
     return f'<figure>{drawn}</figure>\n<p class="note">{escape(note)}</p>'
+
+
+def _inside(records: Sequence[RunRecord]) -> str:
+    if not figures.available():
+        return ""
+    parts = []
+    for place, (label, group) in enumerate(grouped(records).items()):
+        says = f"What {label} shows of its inside, a panel a value."
+        if drawn := figures.inside_svg(group, f"inside-{place}", says):
+            name = f"<h3>{escape(label)} <small>{escape(group[0].moment)}</small></h3>"
+            parts.append(f"{name}\n<figure>{drawn}</figure>")
+    if not parts:
+        return ""
+    note = (
+        "On the test images, at the method’s own moment: the accuracy of each part of the model, mean over clients; "
+        "and values that the method shows, a line or a box a client. A box is the middle half of the values with "
+        "their median, the thick line 5 to 95 percent of them, the thin line all of them. In training: the mean over a "
+        "round."
+    )
+    if max(len(group) for group in grouped(records).values()) > 1:
+        note += " Lines and boxes are means over seeds; the band is one standard deviation over seeds."
+    if len(records[0].clients) > MANY:
+        note += f" Of {len(records[0].clients)} clients, the first {MANY} have a line or a box."
+    return "\n".join([*parts, f'<p class="note">{escape(note)}</p>'])
 
 
 def _pictures(record: RunRecord, federation: Federation | None) -> str:
@@ -229,6 +256,7 @@ body { background: var(--paper); color: var(--ink); margin: 0;
 main { max-width: 64rem; margin: 0 auto; padding: 2rem 1.25rem 4rem; }
 h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 .4rem; }
 h2 { font-size: 1.15rem; margin: 2.6rem 0 .6rem; }
+h3 { font-size: 1rem; margin: 1.4rem 0 .2rem; } h3 small { color: var(--muted); font-weight: 400; }
 .lead { font-size: 1.1rem; margin: 0; color: var(--muted); }
 .note { color: var(--muted); font-size: .88rem; margin: .35rem 0; }
 .wide { overflow-x: auto; }

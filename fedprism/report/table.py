@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from io import StringIO
 
 from fedprism.config import plain
-from fedprism.errors import RecordError
+from fedprism.errors import RecordError, unknown
 from fedprism.records import Figure, Gain, Outcome, Protocol, RunRecord, flat, gain, outcome, summarise
-from fedprism.records.protocol import figure
+from fedprism.records.protocol import figure, paths_of
 from fedprism.report import formats
 from fedprism.report.formats import Entry, Fitting, Grid
 
@@ -132,7 +132,8 @@ def table(records: Sequence[RunRecord], protocol: Protocol | str | None = None) 
                 problems.setdefault(f"no figure, because {error}", []).append(_name(labels[key], record))
     reached = [each for group in outcomes.values() for each in group]
     if not reached:
-        raise errors[0]
+        known = {name for record in records for name in paths_of(record, protocol.moment or record.moment)}
+        raise RecordError(unknown("path", protocol.path, known)) if protocol.path and known else errors[0]
     for key, group in groups.items():
         for each in outcomes[key]:
             record = group[each.seed]

@@ -1,0 +1,118 @@
+"""What methods show of their inside, from records: for each value, client and round; and the short table of one run.
+
+Nothing here knows a method: names and values are those of the records. A client that was not tested (or did not train)
+in a round stands where it stood before, as in the tables of accuracy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+
+from fedprism.records import RunRecord
+from fedprism.records.standing import Standing
+from fedprism.report.formats import Entry, Grid
+from fedprism.report.table import MANY
+
+WHOLE = "whole model"
+_QUANTILE = re.compile(r"(.+)/q(\d{2,3})")
+
+Course = dict[int, float]  # round -> value
+Courses = dict[str, dict[str, Course]]  # name -> client -> course
+
+
+@dataclass(frozen=True)
+class Inside:
+    """One run's test at its method's own moment, and its training. What is not finite is left out.
+
+    Paths are those of all clients, for their mean; the others are those of the first clients, which are shown.
+    """
+
+    paths: Courses = field(default_factory=dict)  # accuracy of parts of the model, and of the whole; shares, 0 to 1
+    values: Courses = field(default_factory=dict)  # means and quantiles over the test images
+    logs: Courses = field(default_factory=dict)  # means over the training of a round; no losses, none of the `values`
+
+    @property
+    def last(self) -> int:
+        """The last evaluated round."""
+        tested = (course for of in (self.paths, self.values) for clients in of.values() for course in clients.values())
+        return max((max(course) for course in tested), default=0)
+
+
+def look(record: RunRecord) -> Inside:
+    """All that a run's records show of the inside of its method."""
+    seen, standing = Inside(), Standing(record.moment, "test")
+    shown, logged = record.clients[:MANY], dict[str, Mapping[str, float]]()
+    for each in record.rounds:
+        tested = standing.see(each)
+        for client, score in standing.latest.items() if tested else ():
+            parts = {**score.paths, WHOLE: score.correct} if score.paths and score.total else {}
+            _note(seen.paths, client, each.round, {name: right / score.total for name, right in parts.items()})
+            _note(seen.values, client, each.round, score.inside if client in shown else {})
+        for client in (name for name in shown if name in each.logs):
+            logged[client] = {name: value for name, value in each.logs[client].items() if not name.startswith("loss/")}
+        for client, values in logged.items() if each.logs else ():
+            _note(seen.logs, client, each.round, values)
+    for name in seen.values.keys() & seen.logs.keys():
+        del seen.logs[name]
+    return seen
+
+
+def _note(courses: Courses, client: str, round: int, values: Mapping[str, float]) -> None:
+    for name, value in values.items():
+        if isfinite(value):
+            courses.setdefault(name, {}).setdefault(client, {})[round] = value
+
+
+def families(names: Iterable[str]) -> tuple[list[str], dict[str, dict[int, str]]]:
+    """Names that are no quantiles, and the others by what they are quantiles of.
+
+    >>> families(["pir", "s/q05", "s/q100"])
+    (['pir'], {'s': {5: 's/q05', 100: 's/q100'}})
+    """
+    plain: list[str] = []
+    quantiles: dict[str, dict[int, str]] = {}
+    for name in names:
+        match = _QUANTILE.fullmatch(name)
+        if match:
+            quantiles.setdefault(match[1], {})[int(match[2])] = name
+        else:
+            plain.append(name)
+    return plain, quantiles
+
+
+def last_values(record: RunRecord) -> Grid | None:
+    """The values of the last evaluated round, a row a client; None where the method shows nothing."""
+    seen = look(record)
+    names, quantiles = families(seen.values)
+    if not (seen.paths or seen.values):
+        return None
+    last = seen.last
+
+    def value(courses: Mapping[str, Course], client: str) -> float | None:
+        return courses.get(client, {}).get(last)
+
+    rows = []
+    for client in record.clients[:MANY]:
+        cells = [_shown(value(courses, client), ".1f", 100) for courses in seen.paths.values()]
+        cells += [_shown(value(seen.values[name], client)) for name in names]
+        for of in quantiles.values():
+            low, middle, high = (_shown(value(seen.values.get(of.get(q, ""), {}), client)) for q in (5, 50, 95))
+            cells.append(f"{middle} ({low} to {high})")
+        rows.append(tuple(Entry(text) for text in (client, *cells)))
+    notes = [f"Test images, moment {record.moment}, round {last}."]
+    if seen.paths:
+        notes.append(f"{', '.join(seen.paths)}: accuracy in percent.")
+    if names:
+        notes.append(f"{', '.join(names)}: mean.")
+    if quantiles:
+        notes.append(f"{', '.join(quantiles)}: median (5th to 95th percentile).")
+    if len(record.clients) > MANY:
+        notes.append(f"The first {MANY} of {len(record.clients)} clients; metrics.jsonl has the others.")
+    return Grid(("client", *seen.paths, *names, *quantiles), tuple(rows), (" ".join(notes),))
+
+
+def _shown(value: float | None, form: str = "#.3g", times: int = 1) -> str:
+    return "–" if value is None else format(times * value, form).rstrip(".")
