@@ -20,9 +20,13 @@ if TYPE_CHECKING:
     from fedprism.federation import ClientData, Federation, federation
     from fedprism.methods.base import Method
     from fedprism.methods.ditto import Ditto
+    from fedprism.methods.fed_co2 import FedCO2
     from fedprism.methods.fedavg import FedAvg
     from fedprism.methods.fedbn import FedBN
+    from fedprism.methods.fedcp import FedCP
+    from fedprism.methods.fedios import FediOS
     from fedprism.methods.fedper import FedPer
+    from fedprism.methods.fedpick import FedPick
     from fedprism.methods.fedproto import FedProto
     from fedprism.methods.fedprox import FedProx
     from fedprism.methods.fedrep import FedRep
@@ -42,9 +46,13 @@ _HOMES = {
     "fedprism.federation": ["ClientData", "Federation", "federation"],
     "fedprism.methods.base": ["Method"],
     "fedprism.methods.ditto": ["Ditto"],
+    "fedprism.methods.fed_co2": ["FedCO2"],
     "fedprism.methods.fedavg": ["FedAvg"],
     "fedprism.methods.fedbn": ["FedBN"],
+    "fedprism.methods.fedcp": ["FedCP"],
+    "fedprism.methods.fedios": ["FediOS"],
     "fedprism.methods.fedper": ["FedPer"],
+    "fedprism.methods.fedpick": ["FedPick"],
     "fedprism.methods.fedproto": ["FedProto"],
     "fedprism.methods.fedprox": ["FedProx"],
     "fedprism.methods.fedrep": ["FedRep"],
@@ -76,12 +84,16 @@ __all__ = [
     "Ditto",
     "FedAvg",
     "FedBN",
+    "FedCO2",
+    "FedCP",
     "FedPer",
+    "FedPick",
     "FedProto",
     "FedProx",
     "FedRep",
     "FedRoD",
     "Federation",
+    "FediOS",
     "FedprismError",
     "LGFedAvg",
     "Local",

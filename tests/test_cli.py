@@ -318,6 +318,30 @@ def test_show_tells_of_a_bad_folder_and_shows_the_others(compared: Path, tmp_pat
     assert "Test accuracy" in said(result)
 
 
+def test_show_tells_what_is_inside_a_single_run(here: Path, compared: Path) -> None:
+    assert call("run", "tiny.yaml", "--method", "fed-co2", "--out", "two/fed-co2-0").exit_code == 0
+    result = call("show", "two")
+    table, heading, inside = result.output.partition("inside the method")
+    assert heading
+    assert "Test accuracy" in table
+    tests = read_run(here / "two" / "fed-co2-0").rounds[-1].scores["received"]["test"]
+    for client, score in tests.items():
+        percents = [f"{100 * right / score.total:.1f}" for right in (*score.paths.values(), score.correct)]
+        assert [client, *percents] in [line.split() for line in inside.splitlines()]
+    alone = call("show", "two", "--protocol", "received,last,path=offline")
+    shares = [f"{100 * score.paths['offline'] / score.total:.1f}" for score in tests.values()]
+    assert ["fed-co2", *shares] in [line.split()[:3] for line in alone.output.splitlines()]
+    assert "of the path offline by itself, as received from the server, last round" in said(alone)
+    wrong = call("show", "two", "--protocol", "path=ofline")
+    assert wrong.exit_code == 2
+    assert "Did you mean 'offline'? Known: offline, online." in said(wrong)
+    assert "inside" not in call("show", "two", "--format", "markdown").output
+    assert "inside" not in call("show", compared / "fedavg-0").output  # shows nothing
+    again = ("run", "tiny.yaml", "--method", "fed-co2", "--set", "seed=1", "--out", "two/fed-co2-1")
+    assert call(*again).exit_code == 0
+    assert "inside" not in call("show", "two").output  # of two runs
+
+
 def test_show_writes_a_page(compared: Path, tmp_path: Path) -> None:
     result = call("show", compared, "--report", tmp_path / "page.html")
     assert result.exit_code == 0

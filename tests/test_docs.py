@@ -239,6 +239,9 @@ class TestMethodPage:
         logged = re.search(r"Logged each round: ([^.]*)\.", text)
         assert logged
         assert set(re.findall(r"`([^`]+)`", logged[1])) == {log for logs in record.logs.values() for log in logs}
+        (score, *_) = record.scores["trained"]["test"].values()
+        shown = re.search(r"Recorded at every evaluation: ([^.]*)\.", text)
+        assert set(re.findall(r"`([^`]+)`", shown[1]) if shown else ()) == {*score.paths, *score.inside}
 
     def test_is_listed(self, name: str) -> None:
         cls = METHODS[name]

@@ -1,11 +1,11 @@
 """Every method against its independent reference in `tests/reference/`, which was written from the paper's equations.
 
-Both are given the same first weights, the same batches in the same order and the same participants; what is compared is
-every client's scores on images that nobody trained on. The two sum in different orders (a mean as a sum of shares or of
-scaled parts, SCAFFOLD's correction as a term of the loss or of the gradient), so they agree up to the rounding of
-float32, about 1e-6 of a score. The network is smooth, because at a kink (ReLU, maximum pooling) a rounding error can
-turn a gradient: there scores differ by 1e-2 now and then, as they do between two runs of one reference whose first
-weights differ by 1e-7. `test_tolerances_tell_methods_apart` shows that the mistakes one could make are far larger.
+Both are given the same first weights, the same batches in the same order, the same noise and the same participants; what
+is compared is every client's scores on images that nobody trained on. Both run in double precision: they sum in different
+orders (a mean as a sum of shares or of scaled parts, SCAFFOLD's correction as a term of the loss or of the gradient), and
+training turns the rounding of float32 into 1e-5 of a score, but that of float64 into less than 1e-9. The network is
+smooth, because at a kink (ReLU, maximum pooling) a rounding error can turn a gradient. `test_tolerances_tell_methods_apart`
+shows that the mistakes one could make are a million times larger.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -29,10 +30,11 @@ from fedprism.methods import METHODS
 from fedprism.methods.base import load
 from fedprism.models import MODELS
 from fedprism.models.base import Block, Family
-from tests.helpers import loop_for
+from tests.helpers import CPU, loop_for
 from tests.reference.common import Setup
 
-CLOSE = 2e-5  # absolute and relative
+CLOSE = 1e-9  # absolute and relative
+FAR = 1e-3
 HYPER: dict[str, dict[str, Any]] = {
     "fedprox": {"mu": 0.5},
     "fedrep": {"head_epochs": 2, "body_epochs": 1},
@@ -40,6 +42,10 @@ HYPER: dict[str, dict[str, Any]] = {
     "ditto": {"lam": 0.7},
     "fedproto": {"lam": 2.0},
     "fedrod": {"gamma": 1.0},
+    "fedcp": {"lam": 2.0},
+    "fed-co2": {"mu": 0.7},
+    "fedpick": {"tau": 2.0, "lam_lce": 1.5, "lam_ent": 0.1, "lam_dis": 0.8},
+    "fedios": {"alpha": 0.4, "lam": 0.3, "re_on": "raw"},
 }
 # What a method must not be taken for: the same with its idea switched off, or its nearest relative.
 RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -55,6 +61,10 @@ RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "scaffold": ("fedavg", {}),
     "fedproto": ("fedproto", {"lam": 1.5}),
     "fedrod": ("fedrod", {"gamma": 0.9}),
+    "fedcp": ("fedcp", {"lam": 1.5}),
+    "fed-co2": ("fed-co2", {"mu": 0.6}),
+    "fedpick": ("fedpick", {"tau": 2.0, "lam_lce": 1.5, "lam_ent": 0.0, "lam_dis": 0.8}),
+    "fedios": ("fedios", {"alpha": 0.4, "lam": 0.3, "re_on": "projected"}),
 }
 NETWORKS: dict[str, dict[str, Any]] = {
     "plain": {"name": "smooth", "norm": False},
@@ -86,10 +96,13 @@ class Smooth(Family):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _smooth_networks() -> Iterator[None]:
+def _smooth_networks_in_double(tiny: Federation) -> Iterator[None]:
+    before = torch.get_default_dtype()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(MODELS._items, "smooth", Smooth)
+        torch.set_default_dtype(torch.float64)
         yield
+    torch.set_default_dtype(before)
 
 
 @pytest.fixture(scope="module")
@@ -113,9 +126,21 @@ def config_of(model: str, participation: float) -> Config:
     return structure(raw, Config)
 
 
-def trained(name: str, config: Config, federation: Federation) -> Loop:
+def module_of(name: str) -> ModuleType:
+    return import_module(f"tests.reference.{name.replace('-', '_')}")
+
+
+def variants() -> Iterator[Any]:
+    """The settings beside `HYPER` that a reference says it knows (`VARIANTS`): ablations and options."""
+    for name in METHODS:
+        for hyper in getattr(module_of(name), "VARIANTS", ()):
+            yield pytest.param(name, hyper, id=f"{name}-" + ",".join(f"{k}={v}" for k, v in hyper.items()))
+
+
+def trained(name: str, config: Config, federation: Federation, hyper: dict[str, Any] | None = None) -> Loop:
     """The package's run."""
-    loop = loop_for(structure(HYPER.get(name, {}), METHODS[name], "method"), config, federation)
+    settings = HYPER.get(name, {}) if hyper is None else hyper
+    loop = loop_for(structure(settings, METHODS[name], "method"), config, federation)
     assert loop.run([]) == "finished"
     return loop
 
@@ -143,6 +168,9 @@ def reference(name: str, hyper: dict[str, Any], loop: Loop) -> list[Tensor]:
         x, y = train[client]
         return [(x[rows], y[rows]) for rows in batches(len(y), config.train.batch, "keep", 2, order)]
 
+    def noise(round: int, client: int, of: str, step: int, what: str, shape: tuple[int, ...]) -> Tensor:
+        return keyed_draw(CPU, info.seed, "noise", round, info.clients[client], of, step)(what, *shape)
+
     setup = Setup(
         models=[info.arch.model(info.seed) for _ in parts],
         batches=in_order,
@@ -153,9 +181,11 @@ def reference(name: str, hyper: dict[str, Any], loop: Loop) -> list[Tensor]:
         momentum=config.train.optimizer.momentum,
         samples=[len(y) for _, y in train],
         participants=lambda round: [info.clients.index(c) for c in draw_cohort(config.clients, info, round)],
+        built=[loop.method.build(info.arch, client, info, info.seed) for client in info.clients],
+        noise=noise,
     )
-    run = import_module(f"tests.reference.{name.replace('-', '_')}").run
-    return [score(inputs(data.test.x, config)) for score, data in zip(run(setup, **hyper), parts, strict=True)]
+    scorers = module_of(name).run(setup, **hyper)
+    return [score(inputs(data.test.x, config)) for score, data in zip(scorers, parts, strict=True)]
 
 
 def test_every_method_has_a_reference_and_a_relative() -> None:
@@ -181,10 +211,17 @@ def test_method_agrees_with_its_reference(name: str, model: str, participation: 
         torch.testing.assert_close(scores_of(loop, client), scores, rtol=CLOSE, atol=CLOSE)
 
 
+@pytest.mark.parametrize(("name", "hyper"), variants())
+def test_options_agree_with_the_reference(name: str, hyper: dict[str, Any], unequal: Federation) -> None:
+    loop = trained(name, config_of("norm", 0.67), unequal, hyper)
+    for client, scores in zip(loop.info.clients, reference(name, hyper, loop), strict=True):
+        torch.testing.assert_close(scores_of(loop, client), scores, rtol=CLOSE, atol=CLOSE)
+
+
 @pytest.mark.parametrize("name", list(METHODS))
 def test_tolerances_tell_methods_apart(name: str, unequal: Federation) -> None:
-    """A relative, or a hyper-parameter that is a little off, is at least a hundred times further away."""
+    """A relative, or a hyper-parameter that is a little off, is far away."""
     loop = trained(name, config_of("norm-2", 0.67), unequal)
     other, hyper = RELATIVES[name]
     pairs = zip(loop.info.clients, reference(other, hyper, loop), strict=True)
-    assert max(float((scores_of(loop, client) - scores).abs().max()) for client, scores in pairs) > 100 * CLOSE
+    assert max(float((scores_of(loop, client) - scores).abs().max()) for client, scores in pairs) > FAR

@@ -34,6 +34,10 @@ _FILES = (
     "scaffold",
     "fedproto",
     "fedrod",
+    "fedcp",
+    "fed_co2",
+    "fedpick",
+    "fedios",
 )
 
 

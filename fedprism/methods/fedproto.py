@@ -87,7 +87,7 @@ class FedProto(Method):
 
     def collect(self, me: Me, x: Tensor, y: Tensor) -> None:
         me["sum"].index_add_(0, y, me.model.net.body(x))
-        me["count"].index_add_(0, y, torch.ones_like(y, dtype=torch.float32))
+        me["count"].index_add_(0, y, torch.ones_like(y, dtype=me["count"].dtype))
 
     def upload(self, me: Me, now: Now) -> State:
         mean = me["sum"] / me["count"].clamp(min=1).unsqueeze(1)

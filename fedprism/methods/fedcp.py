@@ -1,0 +1,182 @@
+"""FedCP (Zhang et al., KDD 2023): a policy splits each image's features between a global and a personal head."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, normalize
+
+from fedprism.config import setting
+from fedprism.errors import ConfigError
+from fedprism.methods import register
+from fedprism.methods.base import (
+    Arch,
+    Draw,
+    Info,
+    Me,
+    Method,
+    Net,
+    Now,
+    Parts,
+    Pass,
+    Seen,
+    State,
+    Tensors,
+    average,
+    gumbel,
+    keys,
+    leaves,
+    load,
+)
+from fedprism.models import fresh
+
+NORMS: dict[str, Callable[[int], nn.Module]] = {
+    "layer": nn.LayerNorm,
+    "batch": nn.BatchNorm1d,
+    "group": lambda width: nn.GroupNorm(2, width),
+}
+ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid}
+
+
+@register
+@dataclass(frozen=True)
+class FedCP(Method):
+    id = "fedcp"
+    paper = (
+        "Zhang et al., FedCP: Separating Feature Information for Personalized Federated Learning via Conditional "
+        "Policy, KDD 2023"
+    )
+    idea = "A policy network splits each image's features between a frozen global head and a personal one."
+    shares = "the body, the policy network and the mean of the global and the personal head"
+    stays = "the personal head, and batch-norm statistics"
+    group = "split"
+    bn = "local-stats"
+
+    lam: float = setting(
+        1.0, "weight of the feature alignment (MMD); the paper's 4-layer CNN: 5", lambda v: v >= 0, "0 or more"
+    )
+    without: tuple[Literal["cs", "ss", "gfm", "cpn", "gh"], ...] = setting(
+        (), "parts to leave out: client-specific or sample-specific input, frozen body and MMD, policy, global head"
+    )
+    gumbel: Literal["never", "training", "always"] = setting(
+        "never", "Gumbel noise on the policy's logits; the authors' code: always, at the test too"
+    )
+    first_vector: Literal["head", "random"] = setting(
+        "head", "the client vector of a client's first round: of its first head, or random as in the authors' code"
+    )
+    cpn_layers: int = setting(
+        1, "fully connected layers of the policy network", lambda v: 1 <= v <= 16, "a whole number from 1 to 16"
+    )
+    cpn_norm: Literal["layer", "batch", "group"] = setting("layer", "normalisation in the policy network")
+    cpn_activation: Literal["relu", "tanh", "sigmoid"] = setting("relu", "activation in the policy network")
+
+    def __post_init__(self) -> None:
+        if "gh" in self.without and "cpn" not in self.without:
+            raise ConfigError(
+                f"method.without is {list(self.without)}: the policy splits features between two heads, so the global "
+                "head (gh) can only be left out together with it; write [cpn, gh]."
+            )
+        if "cpn" in self.without and {"cs", "ss"} & set(self.without):
+            raise ConfigError(
+                f"method.without is {list(self.without)}: cs and ss are inputs of the policy network, which cpn leaves "
+                "out; drop cs and ss, or keep the network."
+            )
+
+    def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
+        net, width = arch.model(seed), arch.width
+        parts: dict[str, nn.Module] = {"net": net}
+        if "gh" not in self.without:
+            parts["common"] = copy.deepcopy(net.head)
+        if "cpn" not in self.without:
+            parts["policy"] = fresh(lambda: self.policy(width), seed, "policy")
+            whose = (
+                "" if {"cs", "ss"} <= set(self.without) else client or ""
+            )  # without both it says nothing of a client
+            random = torch.rand(width, generator=keys.generator(seed, "client vector", whose))
+            parts["client"] = Tensors({"v": normalize(random, dim=0)})
+        return Parts(**parts)
+
+    def policy(self, width: int) -> nn.Sequential:
+        """Table 10: fully connected layers, of which the last gives two logits a feature; a norm; an activation."""
+        extra = [layer for _ in range(self.cpn_layers - 1) for layer in (nn.Linear(width, width), nn.ReLU())]
+        norm, activation = NORMS[self.cpn_norm](2 * width), ACTIVATIONS[self.cpn_activation]()
+        return nn.Sequential(*extra, nn.Linear(width, 2 * width), norm, activation)
+
+    def shared(self, model: Net, now: Now) -> Collection[str]:
+        return leaves.part(model, "net.body", "policy", "common")
+
+    def receive(self, me: Me, now: Now) -> None:
+        model = me.model
+        if "gh" not in self.without:
+            load(model.common, model.net.head.state_dict())  # of what does not travel (batch norm), the client's own
+        load(model, now.down)
+        if "cpn" in self.without or {"cs", "ss"} <= set(self.without) or (self.first_vector == "random" and now.new):
+            return
+        # v_i: the personal head's weight [classes, width] summed over the classes; of several layers, their product.
+        last, *before = [part.weight for part in model.net.head.modules() if isinstance(part, nn.Linear)][::-1]
+        v = last.sum(0)
+        for weight in before:
+            v = v @ weight
+        model.client["v"].copy_(normalize(v, dim=0))
+
+    def start(self, me: Me, now: Now) -> None:
+        if "gfm" not in self.without:
+            me.freeze("body", me.model.net.body, training=True)
+
+    def passes(self, me: Me, now: Now) -> list[Pass]:
+        return [Pass(self.loss, trains=leaves.part(me.model, "net", "policy"))]
+
+    def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
+        z = me.model.net.body(x)  # Eq. 2
+        scores, s = self.scores(me.model, z, me.draw if self.gumbel != "never" else None)
+        loss = cross_entropy(scores, y)  # Eq. 5
+        if s is not None:
+            me.log("pir", s)
+        if "gfm" not in self.without:
+            with torch.no_grad():
+                target = me["body"](x)
+            apart = mmd(z, target)  # Eq. 7
+            me.log("mmd", apart)
+            loss = loss + self.lam * apart  # Eq. 8
+        return loss
+
+    def scores(self, model: Net, z: Tensor, draw: Draw | None) -> tuple[Tensor, Tensor | None]:
+        """The sum of both heads' scores, each on its share of the features; and the personal share s."""
+        if "gh" in self.without:
+            return model.net.head(z), None
+        if "cpn" in self.without:
+            return model.common(z) + model.net.head(z), None
+        v = model.client["v"].expand_as(z)
+        c = v if "ss" in self.without else z if "cs" in self.without else v * z
+        a = model.policy(c).view(len(z), 2, -1)
+        if draw is not None:
+            a = a + gumbel(draw("policy", *a.shape))
+        r, s = a.softmax(dim=1).unbind(1)  # Eq. 3 and 4: r + s = 1
+        return model.common(r * z) + model.net.head(s * z), s
+
+    def upload(self, me: Me, now: Now) -> State:
+        sent, own = super().upload(me, now), me.model.net.head.state_dict()
+        heads = {name: own[name.removeprefix("common.")] for name in sent if name.startswith("common.")}
+        return {**sent, **average([{name: sent[name] for name in heads}, heads], [0.5, 0.5])}  # Eq. 6
+
+    def examine(self, model: Net, x: Tensor, draw: Draw) -> Seen:
+        scores, s = self.scores(model, model.net.body(x), draw if self.gumbel == "always" else None)
+        return Seen(scores) if s is None else Seen(scores, means={"pir": s}, spreads={"s": s})
+
+    def predict(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
+        return self.examine(model, x, draw).scores
+
+
+def mmd(a: Tensor, b: Tensor) -> Tensor:
+    """Squared maximum mean discrepancy of two sets of features `[batch, width]`: biased, four Gaussian kernels."""
+    return _kernel(a, a).mean() + _kernel(b, b).mean() - 2 * _kernel(a, b).mean()
+
+
+def _kernel(a: Tensor, b: Tensor) -> Tensor:
+    squares = (a.square().sum(1)[:, None] + b.square().sum(1)[None, :] - 2 * a @ b.T).clamp(min=0)
+    return torch.stack([(-squares / (2 * q)).exp() for q in (10, 15, 20, 50)]).sum(0)

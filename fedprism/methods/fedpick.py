@@ -1,0 +1,119 @@
+"""FedPick (Zhu et al., TMC 2024): each client picks, image by image, the shared features that its task needs."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from fedprism.config import positive, setting
+from fedprism.methods import leaves, register
+from fedprism.methods.base import Arch, Draw, Info, Me, Method, Net, Now, Parts, Seen, gumbel
+from fedprism.models import fresh, initialise
+
+PFSM = ("mask", "relevant", "irrelevant")
+
+
+@register
+@dataclass(frozen=True)
+class FedPick(Method):
+    id = "fedpick"
+    paper = (
+        "Zhu et al., Take Your Pick: Enabling Effective Personalized Federated Learning within Low-dimensional "
+        "Feature Space, TMC 2024"
+    )
+    idea = "Body and head are shared; a mask network at each client picks the features that a personal head uses."
+    shares = "the body and the global head, without batch norm"
+    stays = "the mask network, the heads for relevant and irrelevant features, and batch norm"
+    group = "split"
+    bn = "local"
+
+    tau: float = setting(1.0, "temperature of the mask; the paper: 10 on digits", positive, "above 0")
+    lam_lce: float = setting(
+        1.0, "weight of the cross-entropy on relevant features; digits: 10", lambda v: v >= 0, "0 or more"
+    )
+    lam_ent: float = setting(
+        0.001, "weight of the negative entropy on irrelevant features", lambda v: v >= 0, "0 or more"
+    )
+    lam_dis: float = setting(
+        1.0, "weight of the distillation between both heads; digits: 10", lambda v: v >= 0, "0 or more"
+    )
+    pfsm: bool = setting(True, "the personal feature selection; without it this is FedBN")
+    share_pfsm: bool = setting(False, "average mask networks and personal heads too")
+    mask: Literal["hard", "soft"] = setting("hard", "features are in or out, or weighted between 0 and 1")
+    threshold: float = setting(
+        0.5, "a feature is in where its soft mask reaches this", lambda v: 0 < v < 1, "between 0 and 1"
+    )
+    ensemble: Literal["probabilities", "logits", "none"] = setting(
+        "probabilities", "what of both heads is added for a prediction; none: the global head alone"
+    )
+    detach: bool = setting(False, "stop the gradient at the teacher's side of both distillation terms")
+
+    def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
+        net, width = arch.model(seed), arch.width
+        if not self.pfsm:
+            return Parts(net=net)
+        mask = fresh(lambda: mask_network(width), seed, "mask")
+        heads = {name: copy.deepcopy(net.head) for name in ("relevant", "irrelevant")}
+        for name, head in heads.items():
+            initialise(head, seed, name)
+        return Parts(net=net, mask=mask, **heads)
+
+    def shared(self, model: Net, now: Now) -> Collection[str]:
+        return leaves.part(model, "net", *(PFSM if self.share_pfsm else ()))  # Eq. 16
+
+    def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
+        z = me.model.net.body(x)
+        g = me.model.net.head(z)
+        loss = cross_entropy(g, y)  # Eq. 8
+        if not self.pfsm:
+            return loss
+        noise = gumbel(me.draw("plus", *z.shape)) - gumbel(me.draw("minus", *z.shape))
+        soft, m = self.pick(me.model, z, noise)
+        me.log("selected", soft >= self.threshold)
+        p, u = me.model.relevant(z * m), me.model.irrelevant(z * (1 - m)).log_softmax(1)  # Eq. 10
+        loss = loss + self.lam_lce * cross_entropy(p, y)  # Eq. 11
+        loss = loss + self.lam_ent * (u.exp() * u).sum(1).mean()  # Eq. 12
+        log_g, log_p = g.log_softmax(1), p.log_softmax(1)
+        return loss + self.lam_dis * (self.distance(log_p, log_g) + self.distance(log_g, log_p))  # Eq. 13 and 15
+
+    def pick(self, model: Net, z: Tensor, noise: Tensor | float) -> tuple[Tensor, Tensor]:
+        """Eq. 9: the soft mask, and the mask that is used; a hard one has the gradient of the soft one."""
+        soft = ((model.mask(z) + noise) / self.tau).sigmoid()
+        if self.mask == "soft":
+            return soft, soft
+        return soft, (soft >= self.threshold).to(soft.dtype) + (soft - soft.detach())
+
+    def distance(self, teacher: Tensor, student: Tensor) -> Tensor:
+        """KL(teacher || student), mean over the batch, of log-probabilities."""
+        teacher = teacher.detach() if self.detach else teacher
+        return (teacher.exp() * (teacher - student)).sum(1).mean()
+
+    def examine(self, model: Net, x: Tensor, draw: Draw) -> Seen:
+        z = model.net.body(x)
+        g = model.net.head(z)
+        if not self.pfsm:
+            return Seen(g)
+        soft, m = self.pick(model, z, 0.0)
+        p = model.relevant(z * m)
+        paths = {"global": g, "relevant": p, "irrelevant": model.irrelevant(z * (1 - m))}
+        scores = {  # Eq. 14
+            "probabilities": torch.logaddexp(g.log_softmax(1), p.log_softmax(1)) - math.log(2),
+            "logits": g + p,
+            "none": g,
+        }[self.ensemble]
+        return Seen(scores, paths, means={"selected": (soft >= self.threshold).float()})
+
+    def predict(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
+        return self.examine(model, x, draw).scores
+
+
+def mask_network(width: int) -> nn.Sequential:
+    """One logit a feature."""
+    return nn.Sequential(nn.Linear(width, width // 2), nn.ReLU(), nn.Linear(width // 2, width))
