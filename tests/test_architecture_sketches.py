@@ -20,10 +20,6 @@ from tests.helpers import Collect, loop_for, same
 
 PAGE = Path(__file__).parent.parent / "docs" / "architecture.md"
 NAMES = [
-    "FedCP",
-    "FedCO2",
-    "FedPick",
-    "FediOS",
     "FedSCE",
     "FedTGP",
     "FedFomo",

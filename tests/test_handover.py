@@ -16,7 +16,16 @@ from fedprism.federation import Federation, federation
 from fedprism.methods import make, named
 from tests.helpers import loop_for, same
 
-KINDS = {"fedbn": {}, "scaffold": {}, "ditto": {"lam": 0.5}, "fedproto": {}}
+KINDS = {
+    "fedbn": {},
+    "scaffold": {},
+    "ditto": {"lam": 0.5},
+    "fedproto": {},
+    "fedcp": {"gumbel": "always"},
+    "fed-co2": {},
+    "fedpick": {},
+    "fedios": {},
+}
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,11 @@
 """Every method against its independent reference in `tests/reference/`, which was written from the paper's equations.
 
-Both are given the same first weights, the same batches in the same order, the same noise and the same participants; what
-is compared is every client's scores on images that nobody trained on. Both run in double precision: they sum in different
-orders (a mean as a sum of shares or of scaled parts, SCAFFOLD's correction as a term of the loss or of the gradient), and
-training turns the rounding of float32 into 1e-5 of a score, but that of float64 into less than 1e-9. The network is
-smooth, because at a kink (ReLU, maximum pooling) a rounding error can turn a gradient. `test_tolerances_tell_methods_apart`
-shows that the mistakes one could make are a million times larger.
+Both are given the same first weights, batches in the same order, noise and participants; what is compared is every
+client's scores on images that nobody trained on. Both run in double precision: they sum in different orders (a mean as
+a sum of shares or of scaled parts, SCAFFOLD's correction as a term of the loss or of the gradient), and training turns
+the rounding of float32 into 1e-5 of a score, but that of float64 into less than 1e-9. The network is smooth, because at
+a kink (ReLU, maximum pooling) a rounding error can turn a gradient. `test_tolerances_tell_methods_apart` shows that the
+mistakes one could make are a million times larger.
 """
 
 from __future__ import annotations

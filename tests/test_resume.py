@@ -52,7 +52,10 @@ def killed(command: list[str], run: Path, after: int, delay: float) -> bool:
     return alive
 
 
-@pytest.mark.parametrize("method", ["fedbn", "scaffold", "ditto", "lg-fedavg"])
+METHODS = ["fedbn", "scaffold", "ditto", "lg-fedavg", "fedcp", "fed-co2", "fedpick", "fedios"]
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_killed_twice_and_resumed_is_the_straight_run(tmp_path: Path, method: str) -> None:
     config = write_config(tmp_path / "config.yaml", method)
     straight = api.run_config(read(config), "x", out=tmp_path / "straight")
