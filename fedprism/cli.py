@@ -292,13 +292,18 @@ def resume(
     """
     with _told(), _loading():
         from fedprism import api
-        from fedprism.records import read_run
+        from fedprism.records import RunDirectory, read_run
 
         _check(protocol)
         record = read_run(path)
     with _told(f"`fedprism resume {path}` goes on."):
         if record.status in ("finished", "diverged"):
             _say(f"{path} has already {record.status}; nothing is left to run.", "yellow")
+        else:
+            with RunDirectory.open(path) as directory:
+                kept, recorded = directory.checkpointed, len(record.rounds) - 1
+            again = f"; rounds {kept + 1} to {recorded} are computed again" if recorded > kept else ""
+            _say(f"{path} goes on after round {kept} of {record.config.train.rounds}{again}.", "dim")
         with _progress([record.config]) as progress:
             done = api.resume(path, callbacks=[progress])
         _after(done, protocol)
@@ -346,7 +351,7 @@ def show(
             if len(groups) > 1:
                 _out().print(Text(str(_common(group)), style="bold"))
             _print_table(result)
-            if len(records) == 1 and (inside := last_values(records[0])) is not None:
+            if len(records) == 1 and (inside := last_values(records[0], protocol)) is not None:
                 _out().print(Text("\ninside the method", style="bold"))
                 _print_table(inside)
         else:
@@ -404,7 +409,7 @@ def explain(
 
         cls = find(method)
         settings = settings_of(cls)
-        required = [name for name, default, _ in settings if default == REQUIRED]
+        required = [name for name, default, _, _ in settings if default == REQUIRED]
         if required:
             raise ConfigError(f"{method} has no default for {', '.join(required)}, so it cannot be tried; give it one.")
         made = make(Named(method))
@@ -422,15 +427,15 @@ def explain(
     if settings:
         table = RichTable(box=None, pad_edge=False, header_style="bold")
         table.add_column("setting", no_wrap=True)
-        table.add_column("default")
-        table.add_column("meaning")
-        for name, default, doc in settings:
-            table.add_row(f"method.{name}", Text(json.dumps(default, default=str)), Text(doc))
+        for column in ("default", "values", "meaning"):
+            table.add_column(column)
+        for name, default, values, doc in settings:
+            table.add_row(f"method.{name}", Text(json.dumps(default, default=str)), Text(values), Text(doc))
         out.print(table)
     else:
         out.print("It has no settings of its own.")
     out.print()
-    counted = f"{model}, {classes} classes, images 3x{image_size}x{image_size}"
+    counted = f"{model}, {classes} classes, images 3x{image_size}x{image_size}, two clients"
     out.print(Text(f"A client and round, {counted}: {_bytes(first.down)} down, {_bytes(first.up)} up."))
     if last != first:
         out.print(Text(f"In the last of {rounds} rounds: {_bytes(last.down)} down, {_bytes(last.up)} up."))

@@ -258,7 +258,7 @@ def _model(raw: Any, _: Any) -> ModelConfig:
 
 def _tuple(raw: Any, kind: Any) -> Any:
     if not isinstance(raw, list | tuple):
-        raise ConfigError(f"{raw!r} is not a list")
+        raise ConfigError(f"{raw!r} is not a list; write [{raw}]")
     items = typing.get_args(kind)
     kinds = [items[0]] * len(raw) if items[-1] is Ellipsis else items
     if len(kinds) != len(raw):

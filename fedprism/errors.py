@@ -25,6 +25,7 @@ class RecordError(FedprismError):
 def unknown(kind: str, given: str, known: Iterable[str]) -> str:
     """'unknown method 'fedavgg': did you mean 'fedavg'? Known: …' — the same sentence everywhere."""
     names = sorted(known)
-    near = get_close_matches(given, names, n=1, cutoff=0.5)
+    lower = {name.lower(): name for name in names}
+    near = [lower[name] for name in get_close_matches(given.lower(), lower, n=1, cutoff=0.5)]
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"unknown {kind} {given!r}.{hint} Known: {', '.join(names) or 'none'}."

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from hashlib import blake2b
 
 import numpy as np
@@ -45,3 +46,26 @@ def keyed(*purpose: int | str) -> Iterator[None]:
         yield
     finally:
         torch.set_rng_state(before)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """For what must be the same everywhere: the last bits of a sum depend on the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@lru_cache(maxsize=8)
+def orthogonal(rows: int, columns: int, *purpose: int | str) -> torch.Tensor:
+    """Random orthonormal columns in double precision, uniformly distributed; not to be changed in place.
+
+    They are Q of a Gaussian matrix, with the signs that make R's diagonal positive.
+    """
+    noise = torch.randn(rows, columns, dtype=torch.float64, generator=generator(*purpose))
+    with one_thread():
+        q, r = torch.linalg.qr(noise)
+    return torch.mul(q, r.diagonal().sign())

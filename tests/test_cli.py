@@ -137,7 +137,7 @@ def test_explain() -> None:
     result = call("explain", "ditto", "--model", "mlp", "--image-size", "8")
     assert result.exit_code == 0
     assert "Fair and Robust" in said(result)
-    assert "method.lam 0.1 weight of the pull" in said(result)
+    assert "method.lam 0.1 0 or more weight of the pull" in said(result)
     assert "bytes) down" in said(result)
     assert "In the last of 30 rounds" in said(call("explain", "lg-fedavg"))
 

@@ -146,6 +146,16 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not gone, f"{name_of(page)} links to what is not there: {gone}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_formula_is_taken_for_a_tag(page: Path) -> None:
+    """`<a, b>` outside of code would vanish from the built page; mkdocs does not notice."""
+    prose = re.sub(r"<!--.*?-->|`[^`\n]*`", "", BLOCK.sub("", text_of(page)), flags=re.DOTALL)
+    tags = re.findall(r"<[a-zA-Z/][^>\n]*>", prose)
+    assert not [
+        tag for tag in tags if not re.fullmatch(r"</?(br|b|i|sub|sup|details|summary|img)\b[^>]*>|<https?://.*>", tag)
+    ]
+
+
 def test_no_path_of_a_machine() -> None:
     files = [*PAGES, ROOT / "mkdocs.yml", ROOT / "CITATION.cff", *DOCS.glob("*.py"), *EXAMPLES]
     pattern = re.compile(r"(?<![\w.:/>-])(?:/(?:home|root|tmp|usr|opt|work|mnt|Users)/|[A-Z]:\\)\S*")

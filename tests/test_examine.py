@@ -64,9 +64,6 @@ class Shows(Method):
         z = model.body(x)
         return Seen(model.head(z), {"shifted": model.head(z) + 1}, {"size": z.norm(dim=1)}, {"z": z})
 
-    def predict(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
-        return self.examine(model, x, draw).scores
-
 
 def test_every_evaluation_records_it(tiny: Federation) -> None:
     config = structure({"train": {"rounds": 2}, "evaluate": {"moments": ["received", "trained"]}}, Config)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import fedprism as fp
+from fedprism import keys
 from fedprism.config import Config, structure
 from fedprism.engines.client import Job, Result, client_round, make_info, open_slot
 from fedprism.engines.events import RoundRecord
@@ -162,7 +163,7 @@ def test_a_draw_elsewhere_does_not_change_the_projections() -> None:
 def test_projections_do_not_prefer_an_axis_or_a_sign() -> None:
     """Q of a Gaussian with R's diagonal positive is uniform: over seeds, the mean of P is rank / width times I."""
     arch = info_of().arch
-    made = [FediOS().basis(0, 3, arch, seed).double() for seed in range(400)]
+    made = [FediOS().basis(0, 4, arch, seed).double() for seed in range(400)]
     assert_close(sum(o @ o.T for o in made) / 400, torch.eye(WIDTH) * 6 / WIDTH, within=0.04)
     assert float(torch.stack(made).sign().mean(0).abs().max()) < 0.25  # five deviations of 1 / sqrt(400)
 
@@ -626,15 +627,33 @@ def test_a_run_with_too_many_clients_ends_before_it_begins(tiny: Federation) -> 
 @pytest.mark.parametrize(
     ("method", "said"),
     [
-        (FediOS(rank=7), "4 orthogonal subspaces .* of method.rank of 7 or more, and mlp has 24 features.*smaller"),
+        (
+            FediOS(rank=7),
+            "4 orthogonal subspaces .* 7 dimensions each that is 28, and mlp has 24 features.*smaller",
+        ),
+        (FediOS(rank=24, subspaces="random"), "with 24 dimensions each"),
         (FediOS(max_clients=30), "31 orthogonal subspaces"),
-        (FediOS(max_clients=2), "max_clients is 2, but there are 3 clients; set it higher"),
-        (FediOS(max_clients=2, subspaces="tall"), "max_clients is 2, but there are 3 clients"),
+        (FediOS(max_clients=2), "cannot join: .* all 2 are taken. Train with method.max_clients of 3 or more"),
+        (FediOS(max_clients=2, subspaces="tall"), "cannot join: .* all 2 are taken"),
     ],
 )
 def test_impossible_sizes_are_refused(method: FediOS, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        built(method, "north", info_of())
+    with pytest.raises(ConfigError, match=said):  # by the server, that is before anybody trains
+        built(method, None, info_of())
+
+
+def test_projections_do_not_depend_on_the_number_of_threads() -> None:
+    """QR of 512 columns has other last bits on two threads; a run and a site must still draw the same."""
+    before, drawn = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            keys.orthogonal.cache_clear()
+            drawn.append(keys.orthogonal(512, 512, 0, "projections"))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*drawn)
 
 
 @pytest.mark.parametrize(

@@ -330,7 +330,7 @@ def test_the_sentence_under_a_table() -> None:
         "Test accuracy at each method's own moment, round with the best mean validation accuracy, mean over clients."
     )
     assert "(received)" in Protocol().describe([outcome(RUN)])
-    assert "(received, trained)" in Protocol().describe([outcome(PARTIAL), outcome(RUN)])
+    assert "(received; trained: toy)" in Protocol().describe([outcome(PARTIAL), outcome(RUN)])
     said = Protocol.parse("trained,best-test,samples").describe()
     assert "after local training" in said
     assert "optimistic" in said

@@ -453,14 +453,16 @@ def test_what_a_run_shows_by_hand(insides: list[RunRecord]) -> None:
     assert seen.paths["up"]["south"] == {0: 0.3, 1: 0.4, 2: 0.4}  # it stands where round 1 put it
     assert seen.paths[WHOLE]["north"] == {0: 0.1, 1: 0.5, 2: 0.6}
     assert seen.values["share"]["north"] == {0: 0.1, 1: 0.3, 2: 0.5}
-    assert seen.logs == {"apart": {"north": {1: 3.0, 2: 5.0}, "south": {1: 4.0, 2: 4.0}}}  # no loss, no share twice
+    assert seen.logs.keys() == {"share", "apart"}  # no loss; a value of the same name is of the training images
+    assert seen.logs["apart"] == {"north": {1: 3.0, 2: 5.0}, "south": {1: 4.0, 2: 4.0}}
     assert seen.last == 2
     assert look(record("fedavg", 0, {"a": 50})) == type(seen)()
 
 
 def test_panels_by_hand(insides: list[RunRecord]) -> None:
-    accuracy, share, boxes, apart = panels(insides)
-    assert [each.title for each in (share, boxes, apart)] == ["share", "s, last round", "apart, in training"]
+    accuracy, share, boxes, trained, apart = panels(insides)
+    assert [each.title for each in (share, boxes)] == ["share", "s, last round"]
+    assert [each.title for each in (trained, apart)] == ["share, in training", "apart, in training"]
     assert accuracy.percent
     assert list(accuracy.lines) == ["up", WHOLE]
     up = accuracy.lines["up"]
@@ -639,7 +641,7 @@ def test_traffic_by_hand() -> None:
 
 
 def test_settings_and_code_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [name for name, default, doc in settings_of(METHODS["ditto"]) if doc]
+    names = [name for name, default, values, doc in settings_of(METHODS["ditto"]) if doc]
     assert names == ["lam", "personal_epochs"]
     source = '"""What it is for."""\n\n# why\nclass Three:\n    """Of\n    two."""\n\n    x = 1\n    y = 2  # because\n'
     (tmp_path / "counted.py").write_text(source)

@@ -7,8 +7,7 @@ compromise. Each digit stands at a place and size of its own, so that a hundred 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -40,7 +39,7 @@ def digits_skew(config: DataConfig, seed: int) -> Dataset:
     domains = _over_domains(labels, len(STYLES), seed)
     digits = torch.from_numpy(raw.images.astype(np.float32) / 16).unsqueeze(1)  # [n, 1, 8, 8], 0 to 1
     images = torch.empty(len(labels), 3, size, size, dtype=torch.uint8)
-    with _one_thread():
+    with keys.one_thread():  # a pixel could follow the last bits of a convolution
         for number, (name, style) in enumerate(STYLES.items()):
             chosen = torch.from_numpy(np.flatnonzero(domains == number))
             styled = style(digits[chosen], size, keys.generator(seed, "digits-skew", "style", name))
@@ -56,17 +55,6 @@ def digits_skew(config: DataConfig, seed: int) -> Dataset:
         test_share=TEST_SHARE,
         least_train=LEAST_TRAIN,
     )
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """The last bits of a convolution depend on the number of threads, and a pixel could follow them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _over_domains(labels: np.ndarray, count: int, seed: int) -> np.ndarray:

@@ -35,6 +35,7 @@ def write_task(folder: Path, job: Job, state: State | None, down: State) -> None
     task = {
         "config": plain(job.config),
         "clients": list(job.info.clients),
+        "later": list(job.info.later),
         "classes": job.info.classes,
         "shape": list(job.info.arch.shape),
         "client": job.data.name,
@@ -58,7 +59,8 @@ def run_task(folder: Path) -> None:
     task: dict[str, Any] = json.loads((folder / "task.json").read_text(encoding="utf-8"))
     config = structure(task["config"], Config)
     device = choose_device(config.run.device)
-    info = make_info(config, task["clients"], task["classes"], tuple(task["shape"]))
+    known = make_info(config, task["clients"], task["classes"], tuple(task["shape"]))
+    info = dataclasses.replace(known, later=tuple(task["later"]))
     parts = _read(folder / "data.safetensors")
     splits = {s: Split(parts[f"{s}.x"], parts[f"{s}.y"]).to(device) for s in (*SPLITS, "public") if f"{s}.x" in parts}
     public = splits.pop("public", None)

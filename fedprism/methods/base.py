@@ -216,12 +216,13 @@ class Method:
     group: ClassVar[str] = "global"
     reveals: ClassVar[str] = "nothing beyond the average"
     # What its paper says where the configuration says `method`.
-    bn: ClassVar[str] = "shared"  # shared | local | local-stats | local-affine
+    bn: ClassVar[str] = "shared"  # shared | local | local-stats | local-affine; a setting may change it (Fed-CO2)
     weighting: ClassVar[str] = "samples"  # samples | uniform
     broadcast: ClassVar[str] = "participants"  # participants | all
     trainers: ClassVar[str] = "participants"  # participants | all
     moment: ClassVar[str] = "received"  # when its paper tests
     has_global: ClassVar[bool] = False  # is there one model for everybody?
+    shows: ClassVar[Mapping[str, str]] = {}  # what the names mean that it logs and shows
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -303,10 +304,10 @@ class Method:
 
     def predict(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
         """Scores `[batch, classes]` of a client's own model; their softmax is the prediction."""
-        return model(x)
+        return model(x) if type(self).examine is Method.examine else self.examine(model, x, draw).scores
 
     def examine(self, model: Net, x: Tensor, draw: Draw) -> Seen:
-        """`predict`, with what there is to see inside; whoever has something to show overrides both."""
+        """The scores with what there is to see inside; a method that has something overrides this, not `predict`."""
         return Seen(self.predict(model, x, draw))
 
     def predict_global(self, model: Net, x: Tensor, draw: Draw) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,10 @@ class FedCO2(Method):
     reveals = "the head of every client's offline model"
     bn = "local"
     weighting = "uniform"
+    shows: ClassVar[Mapping[str, str]] = {
+        "online": "the averaged model alone",
+        "offline": "the local model alone",
+    }
 
     mu: float = setting(1.0, "weight of the loss under the other clients' heads", lambda v: v >= 0, "0 or more")
     intra: Which = setting("both", "which models learn from their partner before they adapt (Table 11)")
@@ -90,7 +94,7 @@ class FedCO2(Method):
         return {**super().send(server, client, now), **others}
 
     def aggregate(self, server: State, uploads: Sequence[Upload], now: Now) -> State:
-        heads = {n: t for u in uploads for n, t in u.state.items() if _owner(n) is not None}
+        heads = {n: t for u in uploads for n, t in u.state.items() if _owner(n) is not None and n in server}
         online = [{n: t for n, t in u.state.items() if _owner(n) is None} for u in uploads]
         return {**server, **average(online, now.weights(uploads)), **heads}  # Eq. 2
 
@@ -145,9 +149,6 @@ class FedCO2(Method):
     def examine(self, model: Net, x: Tensor, draw: Draw) -> Seen:
         online, offline = model.online(x), model.offline(x)
         return Seen(online + offline, paths={"online": online, "offline": offline})  # Eq. 3
-
-    def predict(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
-        return self.examine(model, x, draw).scores
 
 
 def _of(client: str | None, leaf: str) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,13 +35,6 @@ from fedprism.methods.base import (
 )
 from fedprism.models import fresh
 
-NORMS: dict[str, Callable[[int], nn.Module]] = {
-    "layer": nn.LayerNorm,
-    "batch": nn.BatchNorm1d,
-    "group": lambda width: nn.GroupNorm(2, width),
-}
-ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid}
-
 
 @register
 @dataclass(frozen=True)
@@ -56,10 +49,13 @@ class FedCP(Method):
     stays = "the personal head, and batch-norm statistics"
     group = "split"
     bn = "local-stats"
+    shows: ClassVar[Mapping[str, str]] = {
+        "pir": "personalisation identification ratio: the share of the features that the personal head gets",
+        "s": "that share, of each feature and image",
+        "mmd": "how far the features are from those of the received body",
+    }
 
-    lam: float = setting(
-        1.0, "weight of the feature alignment (MMD); the paper's 4-layer CNN: 5", lambda v: v >= 0, "0 or more"
-    )
+    lam: float = setting(1.0, "weight of the feature alignment; the paper's CNN: 5", lambda v: v >= 0, "0 or more")
     without: tuple[Literal["cs", "ss", "gfm", "cpn", "gh"], ...] = setting(
         (), "parts to leave out: client-specific or sample-specific input, frozen body and MMD, policy, global head"
     )
@@ -104,8 +100,10 @@ class FedCP(Method):
     def policy(self, width: int) -> nn.Sequential:
         """Table 10: fully connected layers, of which the last gives two logits a feature; a norm; an activation."""
         extra = [layer for _ in range(self.cpn_layers - 1) for layer in (nn.Linear(width, width), nn.ReLU())]
-        norm, activation = NORMS[self.cpn_norm](2 * width), ACTIVATIONS[self.cpn_activation]()
-        return nn.Sequential(*extra, nn.Linear(width, 2 * width), norm, activation)
+        out = 2 * width
+        norms = {"layer": nn.LayerNorm(out), "batch": nn.BatchNorm1d(out), "group": nn.GroupNorm(2, out)}
+        activations = {"relu": nn.ReLU(), "tanh": nn.Tanh(), "sigmoid": nn.Sigmoid()}
+        return nn.Sequential(*extra, nn.Linear(width, out), norms[self.cpn_norm], activations[self.cpn_activation])
 
     def shared(self, model: Net, now: Now) -> Collection[str]:
         return leaves.part(model, "net.body", "policy", "common")
@@ -166,10 +164,7 @@ class FedCP(Method):
 
     def examine(self, model: Net, x: Tensor, draw: Draw) -> Seen:
         scores, s = self.scores(model, model.net.body(x), draw if self.gumbel == "always" else None)
-        return Seen(scores) if s is None else Seen(scores, means={"pir": s}, spreads={"s": s})
-
-    def predict(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
-        return self.examine(model, x, draw).scores
+        return Seen(scores) if s is None else Seen(scores, means={"pir": s.mean(1)}, spreads={"s": s})
 
 
 def mmd(a: Tensor, b: Tensor) -> Tensor:
@@ -178,5 +173,5 @@ def mmd(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _kernel(a: Tensor, b: Tensor) -> Tensor:
-    squares = (a.square().sum(1)[:, None] + b.square().sum(1)[None, :] - 2 * a @ b.T).clamp(min=0)
+    squares = (a[:, None] - b[None]).square().sum(2)  # no matrix product: TF32 would round the difference away
     return torch.stack([(-squares / (2 * q)).exp() for q in (10, 15, 20, 50)]).sum(0)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from fedprism import keys
 from fedprism.config import positive, setting
-from fedprism.errors import ConfigError, unknown
+from fedprism.errors import ConfigError
 from fedprism.methods import leaves, register
 from fedprism.methods.base import Arch, Draw, Info, Me, Method, Net, Now, Parts, Seen, Tensors
 from fedprism.models import fresh, initialise
@@ -35,6 +34,12 @@ class FediOS(Method):
     broadcast = "all"
     moment = "trained"
     has_global = True
+    shows: ClassVar[Mapping[str, str]] = {
+        "generic": "the head on generic features alone",
+        "personal": "the head on personal features alone",
+        "inner/raw": "size of the inner product of both bodies' features",
+        "inner/projected": "the same after the projections: zero but for rounding, if they are orthogonal",
+    }
 
     alpha: float = setting(0.5, "share of the generic features when fused", lambda v: 0 <= v <= 1, "from 0 to 1")
     lam: float = setting(0.1, "weight of the orthogonality loss; digits: 0", lambda v: v >= 0, "0 or more")
@@ -68,9 +73,9 @@ class FediOS(Method):
             parts["personal"] = copy.deepcopy(net.body)
             initialise(parts["personal"], seed, "personal")
         if "projections" not in self.without:
-            places = self.places(info)
-            mine = {"generic": 0, "personal": self.place(client, info)}
-            basis = {which: self.basis(place, places, arch, seed) for which, place in mine.items()}
+            places = self.max_clients or len(info.clients)
+            mine = {"generic": 0, "personal": self.place(client, info, places)}
+            basis = {which: self.basis(place, places + 1, arch, seed) for which, place in mine.items()}
             if self.subspaces == "tall":
                 basis |= {f"{which}_block": torch.eye(places + 1)[place] for which, place in mine.items()}
                 first: Net = net.head[0]
@@ -80,47 +85,33 @@ class FediOS(Method):
 
     # --- the projections: made from the seed, kept with the client, neither sent nor trained -------------------------
 
-    def places(self, info: Info) -> int:
-        """How many personal subspaces there are."""
-        count = len(info.clients)
-        if self.max_clients is not None and self.max_clients < count:
-            raise ConfigError(
-                f"method.max_clients is {self.max_clients}, but there are {count} clients; set it higher."
-            )
-        return self.max_clients or count
-
-    def place(self, client: str | None, info: Info) -> int:
-        """Which subspace is a client's; 0 is the generic one."""
-        known, places = (*info.clients, *info.later), self.places(info)
-        if client is not None and client not in known:
-            raise ConfigError(unknown("client", client, known))
-        mine = known.index(client) + 1 if client is not None else 1
+    def place(self, client: str | None, info: Info, places: int) -> int:
+        """Which subspace is a client's (the server asks for the last client); 0 is the generic one."""
+        everyone = (*info.clients, *info.later)
+        mine = everyone.index(client or info.clients[-1]) + 1
         if mine > places and self.subspaces != "random":
             raise ConfigError(
-                f"{client!r} cannot join: FediOS keeps a subspace a client, and all {places} are taken. Train with "
-                f"method.max_clients of {mine} or more from the start, or with method.subspaces: random."
+                f"{everyone[mine - 1]!r} cannot join: FediOS keeps a subspace a client, and all {places} are taken. "
+                f"Train with method.max_clients of {mine} or more from the start, or with method.subspaces: random."
             )
         return mine
 
-    def basis(self, place: int, places: int, arch: Arch, seed: int) -> Tensor:
+    def basis(self, place: int, blocks: int, arch: Arch, seed: int) -> Tensor:
         """O `[width, rank]` with orthonormal columns: P = O O^T. In `tall`, P = E O^T, and E embeds a block."""
-        width, blocks, dtype = arch.width, places + 1, torch.get_default_dtype()
+        width, dtype = arch.width, torch.get_default_dtype()
         if self.subspaces == "tall":
-            return _orthogonal(seed, f"block {place}", width).to(dtype)
-        if self.subspaces == "random":
-            rank = self.rank or max(1, width // 4)
-            if rank >= width:
-                raise ConfigError(f"method.rank is {rank}, but {arch.name} has {width} features; a subspace has fewer.")
-            return _orthogonal(seed, f"subspace {place}", width)[:, :rank].to(dtype)
-        rank = self.rank or width // blocks
+            return keys.orthogonal(width, width, seed, "block", place).to(dtype)
+        rank = self.rank or (max(1, width // 4) if self.subspaces == "random" else width // blocks)
+        if self.subspaces == "random" and rank < width:
+            return keys.orthogonal(width, rank, seed, "subspace", place).to(dtype)
         if rank < 1 or rank * blocks > width:
-            wanted = "one dimension" if self.rank is None else f"method.rank of {self.rank}"
             raise ConfigError(
-                f"FediOS needs {blocks} orthogonal subspaces (one a client and the generic one) of {wanted} or more, "
-                f"and {arch.name} has {width} features. Choose a wider model, fewer clients or a smaller method.rank; "
-                "or set method.subspaces to random (independent of each other, not orthogonal) or tall (a wider head)."
+                f"FediOS needs {blocks} orthogonal subspaces (one a client, and the generic one): with {max(rank, 1)} "
+                f"dimensions each that is {blocks * max(rank, 1)}, and {arch.name} has {width} features. Choose a "
+                f"wider model, fewer clients{' or a smaller method.rank' if self.rank else ''}; or set "
+                "method.subspaces to random (independent of each other, not orthogonal) or tall (a wider head)."
             )
-        return _orthogonal(seed, "projections", width)[:, place * rank : (place + 1) * rank].to(dtype)
+        return keys.orthogonal(width, width, seed, "projections")[:, place * rank : (place + 1) * rank].to(dtype)
 
     def project(self, model: Net, z: Tensor, which: str) -> Tensor:
         """P z."""
@@ -136,42 +127,26 @@ class FediOS(Method):
     def shared(self, model: Net, now: Now) -> Collection[str]:
         return leaves.part(model, "net")
 
-    def look(self, model: Net, x: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """Scores of the fused features, of each path, and |inner products| an image, raw and projected."""
+    def examine(self, model: Net, x: Tensor, draw: Draw) -> Seen:
         z = model.net.body(x)
         a = self.project(model, z, "generic")  # Eq. 8
         if "personal" in self.without:
             scores = model.net.head(a)
-            return scores, {"generic": scores}, {}
+            return Seen(scores, {"generic": scores})
         own = model.personal(x)
         b = self.project(model, own, "personal")  # Eq. 8
-        fused = self.alpha * a + (1 - self.alpha) * b  # Eq. 9
         paths = {"generic": model.net.head(a), "personal": model.net.head(b)}
-        return model.net.head(fused), paths, {"raw": (z * own).sum(1).abs(), "projected": (a * b).sum(1).abs()}
+        inner = {"inner/raw": (z * own).sum(1).abs(), "inner/projected": (a * b).sum(1).abs()}
+        return Seen(model.net.head(self.alpha * a + (1 - self.alpha) * b), paths, inner)  # Eq. 9
 
     def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
-        fused, paths, inner = self.look(me.model, x)
-        loss = cross_entropy(fused, y) + sum(cross_entropy(scores, y) for scores in paths.values())  # Eq. 10
-        for name, value in inner.items():
-            me.log(f"inner/{name}", value)
-        if inner and "re" not in self.without:
-            loss = loss + self.lam * inner[self.re_on].mean()  # Eq. 11 and 12
+        seen = self.examine(me.model, x, me.draw)
+        loss = cross_entropy(seen.scores, y) + sum(cross_entropy(scores, y) for scores in seen.paths.values())  # Eq. 10
+        for name, value in seen.means.items():
+            me.log(name, value)
+        if seen.means and "re" not in self.without:
+            loss = loss + self.lam * seen.means[f"inner/{self.re_on}"].mean()  # Eq. 11 and 12
         return loss
-
-    def examine(self, model: Net, x: Tensor, draw: Draw) -> Seen:
-        fused, paths, inner = self.look(model, x)
-        return Seen(fused, paths, {f"inner/{name}": value for name, value in inner.items()})
-
-    def predict(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
-        return self.examine(model, x, draw).scores
 
     def predict_global(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
         return model.net.head(self.project(model, model.net.body(x), "generic"))
-
-
-@lru_cache(maxsize=8)
-def _orthogonal(seed: int, name: str, width: int) -> Tensor:
-    """A random orthogonal matrix, uniformly distributed: Q of a Gaussian, with the signs that make R's positive."""
-    noise = torch.randn(width, width, dtype=torch.float64, generator=keys.generator(seed, "projections", name))
-    q, r = torch.linalg.qr(noise)
-    return q * r.diagonal().sign()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fedprism.config import positive, setting
+from fedprism.errors import ConfigError
 from fedprism.methods import leaves, register
 from fedprism.methods.base import Arch, Draw, Info, Me, Method, Net, Now, Parts, Seen, gumbel
 from fedprism.models import fresh, initialise
@@ -33,6 +34,12 @@ class FedPick(Method):
     stays = "the mask network, the heads for relevant and irrelevant features, and batch norm"
     group = "split"
     bn = "local"
+    shows: ClassVar[Mapping[str, str]] = {
+        "selected": "share of the features that the mask lets through",
+        "global": "the global head on all features",
+        "relevant": "the personal head on selected features",
+        "irrelevant": "the head on the other features, which is trained to be unsure",
+    }
 
     tau: float = setting(1.0, "temperature of the mask; the paper: 10 on digits", positive, "above 0")
     lam_lce: float = setting(
@@ -54,6 +61,10 @@ class FedPick(Method):
         "probabilities", "what of both heads is added for a prediction; none: the global head alone"
     )
     detach: bool = setting(False, "stop the gradient at the teacher's side of both distillation terms")
+
+    def __post_init__(self) -> None:
+        if self.share_pfsm and not self.pfsm:
+            raise ConfigError("method.share_pfsm is true, but without method.pfsm there is nothing of it; drop one.")
 
     def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
         net, width = arch.model(seed), arch.width
@@ -110,10 +121,8 @@ class FedPick(Method):
         }[self.ensemble]
         return Seen(scores, paths, means={"selected": (soft >= self.threshold).float()})
 
-    def predict(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
-        return self.examine(model, x, draw).scores
-
 
 def mask_network(width: int) -> nn.Sequential:
     """One logit a feature."""
-    return nn.Sequential(nn.Linear(width, width // 2), nn.ReLU(), nn.Linear(width // 2, width))
+    hidden = max(1, width // 2)
+    return nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))

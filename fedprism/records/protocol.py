@@ -98,10 +98,7 @@ class Protocol:
     def describe(self, outcomes: Iterable[Outcome] = ()) -> str:
         """The sentence that stands under a table; with outcomes, what had to be done otherwise too."""
         outcomes = list(outcomes)
-        own = sorted({outcome.moment for outcome in outcomes}, key=MOMENTS.index)
-        at = (
-            _AT[self.moment] if self.moment else "at each method's own moment" + (f" ({', '.join(own)})" if own else "")
-        )
+        at = _AT[self.moment] if self.moment else "at each method's own moment" + _own_moments(outcomes)
         over = {"clients": "mean over clients", "samples": "mean over all test images"}[self.mean]
         by = {"clients": "mean", "samples": "pooled"}[self.mean]
         whose, its = (f" of the path {self.path} by itself,", " of that path") if self.path else ("", "")
@@ -113,6 +110,14 @@ class Protocol:
         }.get(self.when, f"mean of the last {self.last} evaluated rounds")
         notes = [f" {outcome.label}: {note}." for outcome in outcomes for note in outcome.notes]
         return f"Test accuracy{whose} {at}, {rounds}, {over}." + "".join(notes)
+
+
+def _own_moments(outcomes: Sequence[Outcome]) -> str:
+    """` (received)`, or where methods differ ` (received; trained: fedios)`: the most frequent first, without names."""
+    methods = {m: sorted({o.method for o in outcomes if o.moment == m}) for m in {o.moment for o in outcomes}}
+    first, *others = sorted(methods, key=lambda moment: (-len(methods[moment]), MOMENTS.index(moment))) or [""]
+    named = [f"{moment}: {', '.join(methods[moment])}" for moment in others]
+    return f" ({'; '.join([first, *named])})" if first else ""
 
 
 @dataclass(frozen=True)

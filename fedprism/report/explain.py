@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,12 +66,30 @@ def facts_of(method: Method) -> dict[str, str]:
         "its paper tests": _WORDS["moment"][method.moment],
         "architectures": "may differ between clients" if method.mixed else "the same for all clients",
         "one global model": "yes" if method.has_global else "no",
+        **({"shows of itself": "; ".join(f"{n}: {says}" for n, says in method.shows.items())} if method.shows else {}),
     }
 
 
-def settings_of(cls: type[Method]) -> list[tuple[str, Any, str]]:
-    """Each hyper-parameter of a method: name, default, meaning."""
-    return [(f.name, _default(f), str(f.metadata.get("doc", ""))) for f in dataclasses.fields(cls)]
+def settings_of(cls: type[Method]) -> list[tuple[str, Any, str, str]]:
+    """Each hyper-parameter of a method: name, default, values, meaning."""
+    kinds = typing.get_type_hints(cls)
+    return [
+        (f.name, _default(f), f.metadata.get("expected") or _values(kinds[f.name]), str(f.metadata.get("doc", "")))
+        for f in dataclasses.fields(cls)
+    ]
+
+
+def _values(kind: Any) -> str:
+    """The choices that a type leaves; "" where it leaves them open."""
+    if kind is bool:
+        return "true, false"
+    choices = [choice for each in (kind, *typing.get_args(kind)) for choice in _choices(each)]
+    some = "some of " if typing.get_origin(kind) is tuple and choices else ""
+    return some + ", ".join(dict.fromkeys(choices))
+
+
+def _choices(kind: Any) -> list[str]:
+    return [str(choice) for choice in typing.get_args(kind)] if typing.get_origin(kind) is typing.Literal else []
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
@@ -104,10 +123,12 @@ def _noise(classes: int, size: int) -> Federation:
 
 
 def code_lines(cls: type) -> int:
-    """Lines of the file that a class is in, without blank lines, comments and docstrings."""
+    """Lines of the file that a class is in, without blank lines, comments, docstrings and imports."""
     text = Path(inspect.getsourcefile(cls) or "").read_text(encoding="utf-8")
     prose: set[int] = set()
     for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            prose.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
             prose.update(range(node.body[0].lineno, (node.body[0].end_lineno or node.body[0].lineno) + 1))
     lines = enumerate(text.splitlines(), 1)

@@ -15,6 +15,7 @@ from PIL import Image
 from fedprism import config as configuration
 from fedprism.errors import FedprismError
 from fedprism.federation import ClientData, Federation, make_federation
+from fedprism.methods import METHODS
 from fedprism.records import Protocol, RunRecord, atomic
 from fedprism.report import figures
 from fedprism.report.table import GAIN, LOCAL, MANY, Table, grouped, table
@@ -112,7 +113,9 @@ def _inside(records: Sequence[RunRecord]) -> str:
         says = f"What {label} shows of its inside, a panel a value."
         if drawn := figures.inside_svg(group, f"inside-{place}", says):
             name = f"<h3>{escape(label)} <small>{escape(group[0].moment)}</small></h3>"
-            parts.append(f"{name}\n<figure>{drawn}</figure>")
+            words = METHODS[group[0].method].shows if group[0].method in METHODS else {}
+            means = "; ".join(f"<b>{escape(value)}</b>: {escape(says)}" for value, says in words.items())
+            parts.append(f"{name}\n<figure>{drawn}</figure>" + (f'\n<p class="note">{means}.</p>' if means else ""))
     if not parts:
         return ""
     note = (
@@ -125,7 +128,7 @@ def _inside(records: Sequence[RunRecord]) -> str:
         note += " Lines and boxes are means over seeds; the band is one standard deviation over seeds."
     if len(records[0].clients) > MANY:
         note += f" Of {len(records[0].clients)} clients, the first {MANY} have a line or a box."
-    return "\n".join([*parts, f'<p class="note">{escape(note)}</p>'])
+    return "\n".join([f'<p class="note">{escape(note)}</p>', *parts])
 
 
 def _pictures(record: RunRecord, federation: Federation | None) -> str:
@@ -178,15 +181,18 @@ def _traffic(records: Sequence[RunRecord]) -> str:
         to = [size for record in group for each in record.rounds for size in each.down.values()]
         back = [size for record in group for each in record.rounds for size in each.up.values()]
         seconds = [s for record in group for each in record.rounds[1:] if (s := each.seconds.get("total")) is not None]
-        rows.append((label, fmean(to or [0]), fmean(back or [0]), (sum(to) + sum(back)) / len(group), seconds))
-    longest = max(max(down, up) for _, down, up, _, _ in rows) or 1
+        sizes = " or ".join(f"{count:,}" for count in sorted(set(group[0].parameters.values())))
+        rows.append((label, sizes, fmean(to or [0]), fmean(back or [0]), (sum(to) + sum(back)) / len(group), seconds))
+    longest = max(max(down, up) for _, _, down, up, _, _ in rows) or 1
     lines = ['<div class="wide"><table class="traffic">']
-    head = ("method", "to a client, a round", "from a client, a round", "all clients, whole run", "seconds a round")
+    head = ["method", "to a client, a round", "from a client, a round", "all clients, whole run", "seconds a round"]
+    head.append("parameters a client")
     lines.append("<thead><tr>" + "".join(f'<th scope="col">{name}</th>' for name in head) + "</tr></thead><tbody>")
-    for label, down, up, total, seconds in rows:
+    for label, sizes, down, up, total, seconds in rows:
         time = f"{median(seconds):.2f}" if seconds else "–"
-        bars = "".join(f"<td>{_bar(size / longest)}{amount(size)}</td>" for size in (down, up))
-        lines.append(f'<tr><th scope="row">{escape(label)}</th>{bars}<td>{amount(total)}</td><td>{time}</td></tr>')
+        bars = [f"{_bar(size / longest)}{amount(size)}" for size in (down, up)]
+        cells = "".join(f"<td>{cell}</td>" for cell in (*bars, amount(total), time, sizes))
+        lines.append(f'<tr><th scope="row">{escape(label)}</th>{cells}</tr>')
     lines.append("</tbody></table></div>")
     return "\n".join(lines)
 
@@ -198,13 +204,12 @@ def _bar(share: float) -> str:
 def _settings(records: Sequence[RunRecord]) -> str:
     first = records[0]
     train, machine, versions = first.config.train, first.info.get("machine", {}), first.info.get("versions", {})
-    parameters = sorted(set(first.parameters.values()))
     model = first.config.model.name if first.config.model.per_client is None else "one a client"
     facts = {
         "methods": ", ".join(grouped(records)),
         "seeds": ", ".join(str(seed) for seed in sorted({record.seed for record in records})),
         "data": f"{first.config.data.name}, {len(first.clients)} clients, {len(first.class_names)} classes",
-        "model": f"{model}, " + " or ".join(f"{count:,}" for count in parameters) + " parameters a client",
+        "model": model,
         "rounds": f"{train.rounds}, {train.epochs} local epochs, batch {train.batch}",
         "versions": ", ".join(f"{name} {value}" for name, value in versions.items()),
         "machine": ", ".join(f"{name}: {value}" for name, value in machine.items() if value is not None),

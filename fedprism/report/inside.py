@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 
-from fedprism.records import RunRecord
+from fedprism.records import Protocol, RunRecord, outcome
 from fedprism.records.standing import Standing
 from fedprism.report.formats import Entry, Grid
 from fedprism.report.table import MANY
@@ -32,7 +32,7 @@ class Inside:
 
     paths: Courses = field(default_factory=dict)  # accuracy of parts of the model, and of the whole; shares, 0 to 1
     values: Courses = field(default_factory=dict)  # means and quantiles over the test images
-    logs: Courses = field(default_factory=dict)  # means over the training of a round; no losses, none of the `values`
+    logs: Courses = field(default_factory=dict)  # means over the training of a round; no losses
 
     @property
     def last(self) -> int:
@@ -41,9 +41,9 @@ class Inside:
         return max((max(course) for course in tested), default=0)
 
 
-def look(record: RunRecord) -> Inside:
-    """All that a run's records show of the inside of its method."""
-    seen, standing = Inside(), Standing(record.moment, "test")
+def look(record: RunRecord, moment: str | None = None) -> Inside:
+    """All that a run's records show of the inside of its method, at its own moment unless another is named."""
+    seen, standing = Inside(), Standing(moment or record.moment, "test")
     shown, logged = record.clients[:MANY], dict[str, Mapping[str, float]]()
     for each in record.rounds:
         tested = standing.see(each)
@@ -55,8 +55,6 @@ def look(record: RunRecord) -> Inside:
             logged[client] = {name: value for name, value in each.logs[client].items() if not name.startswith("loss/")}
         for client, values in logged.items() if each.logs else ():
             _note(seen.logs, client, each.round, values)
-    for name in seen.values.keys() & seen.logs.keys():
-        del seen.logs[name]
     return seen
 
 
@@ -83,13 +81,13 @@ def families(names: Iterable[str]) -> tuple[list[str], dict[str, dict[int, str]]
     return plain, quantiles
 
 
-def last_values(record: RunRecord) -> Grid | None:
-    """The values of the last evaluated round, a row a client; None where the method shows nothing."""
-    seen = look(record)
+def last_values(record: RunRecord, protocol: Protocol | str | None = None) -> Grid | None:
+    """The values at a protocol's moment and last chosen round, a row a client; None where nothing is shown."""
+    chosen = outcome(record, Protocol.parse(protocol) if isinstance(protocol, str) else protocol)
+    seen, last = look(record, chosen.moment), chosen.rounds[-1]
     names, quantiles = families(seen.values)
     if not (seen.paths or seen.values):
         return None
-    last = seen.last
 
     def value(courses: Mapping[str, Course], client: str) -> float | None:
         return courses.get(client, {}).get(last)
@@ -102,7 +100,7 @@ def last_values(record: RunRecord) -> Grid | None:
             low, middle, high = (_shown(value(seen.values.get(of.get(q, ""), {}), client)) for q in (5, 50, 95))
             cells.append(f"{middle} ({low} to {high})")
         rows.append(tuple(Entry(text) for text in (client, *cells)))
-    notes = [f"Test images, moment {record.moment}, round {last}."]
+    notes = [f"Test images, moment {chosen.moment}, round {last}."]
     if seen.paths:
         notes.append(f"{', '.join(seen.paths)}: accuracy in percent.")
     if names:

@@ -186,9 +186,20 @@ def _labels(groups: Mapping[str, Mapping[int, RunRecord]]) -> dict[str, str]:
     for key, record in first.items():
         same = [settings_of[other] for other, its in first.items() if its.method == record.method]
         paths = [path for path in settings_of[key] if len({str(each.get(path)) for each in same}) > 1]
-        settings = ", ".join(f"{path.removeprefix('method.')}={settings_of[key][path]}" for path in paths)
+        settings = ", ".join(f"{path.removeprefix('method.')}={_written(settings_of[key][path])}" for path in paths)
         labels[key] = f"{record.method} ({settings})" if settings else record.method
     return labels
+
+
+def _written(value: object) -> str:
+    """A setting's value as a user writes it.
+
+    >>> _written(["cpn", "gh"]), _written(True), _written(0.5)
+    ('[cpn, gh]', 'true', '0.5')
+    """
+    if isinstance(value, list):
+        return f"[{', '.join(map(_written, value))}]"
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _alone(
