@@ -408,7 +408,10 @@ class ClientModel:
 
 def _images(images: Any, shape: tuple[int, int, int]) -> Tensor:
     """Whatever a user holds as uint8 `[n, channels, height, width]`."""
-    x = images if isinstance(images, Tensor) else torch.as_tensor(np.array(images))
+    try:
+        x = images if isinstance(images, Tensor) else torch.as_tensor(np.array(images))
+    except (TypeError, ValueError) as error:
+        raise DataError(f"images cannot be made an array: {error}. For files use `predict_files`.") from error
     channels, height, width = shape
     if x.dtype != torch.uint8:
         raise DataError(f"images are {x.dtype}; expected uint8 from 0 to 255, as they are in a file.")

@@ -198,11 +198,14 @@ def run(
     """
     with _told(), _loading():
         from fedprism import api
+        from fedprism.methods import find
+        from fedprism.report.explain import settings_of
 
         _check(protocol)
         resolved = api.resolve(_read(config, settings or [], method))
         if print_config:
-            typer.echo(configuration.commented(resolved), nl=False)
+            meanings = {name: doc for name, _, _, doc in settings_of(find(resolved.method.name))}
+            typer.echo(configuration.commented(resolved, meanings), nl=False)
             return
         if config is None:
             raise ConfigError("there is no configuration to run; `fedprism run --print-config > mine.yaml` writes one.")

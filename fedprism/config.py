@@ -408,28 +408,34 @@ def dump(config: Config) -> str:
     return yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
 
 
-def commented(config: Config) -> str:
-    """The configuration as YAML, every key with its meaning as a comment."""
+def commented(config: Config, method: Mapping[str, str] | None = None) -> str:
+    """The configuration as YAML, every key with its meaning as a comment; `method` has the meaning of its settings."""
     lines: list[str] = [
         "# A complete fedprism configuration: every key, its value and its meaning. Run it with `fedprism run FILE`."
     ]
-    _commented(config, "", lines)
+    _commented(config, "", lines, method or {})
     return "\n".join(lines) + "\n"
 
 
-def _commented(value: Any, indent: str, lines: list[str]) -> None:
+def _commented(value: Any, indent: str, lines: list[str], method: Mapping[str, str]) -> None:
     for f in dataclasses.fields(value):
         item, doc = getattr(value, f.name), f.metadata.get("doc", "")
         note = f"  # {doc}" if doc else ""
         if isinstance(item, ModelConfig) or (dataclasses.is_dataclass(item) and not isinstance(item, Named)):
             lines.append(f"{indent}{f.name}:{note}")
-            _commented(item, indent + "  ", lines)
+            _commented(item, indent + "  ", lines, method)
         elif isinstance(value, ModelConfig) and (
             f.name == "settings" or (f.name == "name" and value.per_client is not None)
         ):
             lines.extend(f"{indent}{k}: {_flow(v)}" for k, v in (item.items() if f.name == "settings" else ()))
         elif isinstance(value, ModelConfig) and f.name == "per_client" and item is None:
             lines.append(f"{indent}# per_client: [lenet-bn, mlp]{note}")
+        elif isinstance(value, Config) and f.name == "method" and item.settings:
+            lines += ["method:", f"  name: {_flow(item.name)}{note}"]
+            lines += [
+                f"  {k}: {_flow(plain(v))}" + (f"  # {method[k]}" if k in method else "")
+                for k, v in item.settings.items()
+            ]
         else:
             lines.append(f"{indent}{f.name}: {_flow(plain(item))}{note}")
 

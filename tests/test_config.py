@@ -133,3 +133,11 @@ def test_every_key_says_what_it_means(section: type) -> None:
         nested = section is Config and f.name not in ("seed", "method")
         assert f.metadata.get("doc") or nested, f"{section.__name__}.{f.name} has no meaning"
         assert f.name in commented(Config()) or (section is ModelConfig and f.name == "settings")
+
+
+def test_settings_of_a_method_have_lines_of_their_own() -> None:
+    config = Config(method=Named("fedcp", {"lam": 1.0, "without": ["cpn", "gh"]}))
+    text = commented(config, {"lam": "weight"})
+    assert "\nmethod:\n  name: fedcp  # `fedprism list" in text
+    assert "\n  lam: 1.0  # weight\n  without: [cpn, gh]\n" in text
+    assert structure(yaml.safe_load(text), Config) == config

@@ -109,6 +109,10 @@ class Protocol:
             "(optimistic: chosen on the test images themselves)",
         }.get(self.when, f"mean of the last {self.last} evaluated rounds")
         notes = [f" {outcome.label}: {note}." for outcome in outcomes for note in outcome.notes]
+        if not self.moment and len({outcome.moment for outcome in outcomes}) > 1:
+            notes.insert(
+                0, " Methods are tested at different moments; --protocol received or trained takes one for all."
+            )
         return f"Test accuracy{whose} {at}, {rounds}, {over}." + "".join(notes)
 
 
