@@ -83,6 +83,11 @@ class FedCP(Method):
                 "out; drop cs and ss, or keep the network."
             )
 
+    @property
+    def blind(self) -> bool:
+        """Is the policy given one random vector, which says nothing of client or image?"""
+        return {"cs", "ss"} <= set(self.without)
+
     def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
         net, width = arch.model(seed), arch.width
         parts: dict[str, nn.Module] = {"net": net}
@@ -90,9 +95,7 @@ class FedCP(Method):
             parts["common"] = copy.deepcopy(net.head)
         if "cpn" not in self.without:
             parts["policy"] = fresh(lambda: self.policy(width), seed, "policy")
-            whose = (
-                "" if {"cs", "ss"} <= set(self.without) else client or ""
-            )  # without both it says nothing of a client
+            whose = "" if self.blind else client or ""
             random = torch.rand(width, generator=keys.generator(seed, "client vector", whose))
             parts["client"] = Tensors({"v": normalize(random, dim=0)})
         return Parts(**parts)
@@ -113,7 +116,7 @@ class FedCP(Method):
         if "gh" not in self.without:
             load(model.common, model.net.head.state_dict())  # of what does not travel (batch norm), the client's own
         load(model, now.down)
-        if "cpn" in self.without or {"cs", "ss"} <= set(self.without) or (self.first_vector == "random" and now.new):
+        if "cpn" in self.without or self.blind or (self.first_vector == "random" and now.new):
             return
         # v_i: the personal head's weight [classes, width] summed over the classes; of several layers, their product.
         last, *before = [part.weight for part in model.net.head.modules() if isinstance(part, nn.Linear)][::-1]
