@@ -388,7 +388,9 @@ def list_(
         listing.add_row(*map(Text, row))
     _out().print(listing)
     if what is Kind.methods:
-        _out().print(Text("lines: of code in its file, imports aside. `fedprism explain METHOD` says more.", style="dim"))
+        _out().print(
+            Text("lines: of code in its file, imports aside. `fedprism explain METHOD` says more.", style="dim")
+        )
 
 
 @_command(_LEARN)

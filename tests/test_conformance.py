@@ -852,6 +852,16 @@ def test_a_method_says_what_it_is(name: str) -> None:
 
 
 @every_method
+def test_what_a_method_shows_has_words(name: str, straight: Straight) -> None:
+    """Every name that it logs, losses aside, or shows at an evaluation; quantiles by what they are of."""
+    record = straight(name).records[-1]
+    shown = {log for logs in record.logs.values() for log in logs if not log.startswith("loss/")}
+    for score in record.scores["received"]["test"].values():
+        shown |= {*score.paths, *(value.partition("/q")[0] for value in score.inside)}
+    assert shown == set(METHODS[name].shows)
+
+
+@every_method
 def test_hyper_parameters_have_defaults_and_docs(name: str) -> None:
     cls = METHODS[name]
     assert "__dataclass_fields__" in vars(cls)

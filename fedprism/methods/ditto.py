@@ -24,6 +24,7 @@ class Ditto(Method):
     group = "two models"
     weighting = "uniform"
     has_global = True
+    shows = {"pull": "squared distance of the personal model from the received one"}
 
     lam: float = setting(0.1, "weight of the pull: lam/2 |v - w_received|^2", lambda v: v >= 0, "0 or more")
     personal_epochs: int | None = setting(

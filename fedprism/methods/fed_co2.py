@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,7 @@ class FedCO2(Method):
     reveals = "the head of every client's offline model"
     bn = "local"
     weighting = "uniform"
-    shows: ClassVar[Mapping[str, str]] = {
+    shows = {
         "online": "the averaged model alone",
         "offline": "the local model alone",
     }

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ class FedCP(Method):
     stays = "the personal head, and batch-norm statistics"
     group = "split"
     bn = "local-stats"
-    shows: ClassVar[Mapping[str, str]] = {
+    shows = {
         "pir": "personalisation identification ratio: the share of the features that the personal head gets",
         "s": "that share, of each feature and image",
         "mmd": "how far the features are from those of the received body",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ class FediOS(Method):
     broadcast = "all"
     moment = "trained"
     has_global = True
-    shows: ClassVar[Mapping[str, str]] = {
+    shows = {
         "generic": "the head on generic features alone",
         "personal": "the head on personal features alone",
         "inner/raw": "size of the inner product of both bodies' features",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ class FedPick(Method):
     stays = "the mask network, the heads for relevant and irrelevant features, and batch norm"
     group = "split"
     bn = "local"
-    shows: ClassVar[Mapping[str, str]] = {
+    shows = {
         "selected": "share of the features that the mask lets through",
         "global": "the global head on all features",
         "relevant": "the personal head on selected features",

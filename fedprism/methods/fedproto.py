@@ -44,6 +44,7 @@ class FedProto(Method):
     group = "prototypes"
     bn = "local"
     reveals = "mean features of each class, and how many samples of a class a client has"
+    shows = {"pull": "squared distance of the features from their class prototype"}
 
     lam: float = setting(1.0, "weight of the pull towards the class prototype", lambda v: v >= 0, "0 or more")
     inference: Literal["prototype", "head"] = setting("prototype", "nearest prototype (paper) or the client's own head")

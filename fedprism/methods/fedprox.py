@@ -19,6 +19,7 @@ class FedProx(Method):
     idea = "FedAvg, with a proximal term that keeps each client near the received model."
     group = "regularised"
     has_global = True
+    shows = {"pull": "squared distance from the received weights"}
 
     mu: float = setting(0.1, "weight of the pull: mu/2 |w - w_received|^2 (squared)", lambda v: v >= 0, "0 or more")
 
