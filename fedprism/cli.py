@@ -295,20 +295,24 @@ def resume(
     """
     with _told(), _loading():
         from fedprism import api
-        from fedprism.records import RunDirectory, read_run
+        from fedprism.engines.events import Callback, Plan
+        from fedprism.records import read_run
+
+        class GoesOn(Callback):
+            """Says where it goes on, once a checkpoint has been loaded."""
+
+            def begin(self, plan: Plan) -> None:
+                kept, recorded = max(plan.first_round - 1, 0), len(record.rounds) - 1
+                again = f"; rounds {kept + 1} to {recorded} are computed again" if recorded > kept else ""
+                _say(f"{path} goes on after round {kept} of {plan.rounds}{again}.", "dim")
 
         _check(protocol)
         record = read_run(path)
     with _told(f"`fedprism resume {path}` goes on."):
         if record.status in ("finished", "diverged"):
             _say(f"{path} has already {record.status}; nothing is left to run.", "yellow")
-        else:
-            with RunDirectory.open(path) as directory:
-                kept, recorded = directory.checkpointed, len(record.rounds) - 1
-            again = f"; rounds {kept + 1} to {recorded} are computed again" if recorded > kept else ""
-            _say(f"{path} goes on after round {kept} of {record.config.train.rounds}{again}.", "dim")
         with _progress([record.config]) as progress:
-            done = api.resume(path, callbacks=[progress])
+            done = api.resume(path, callbacks=[GoesOn(), progress])
         _after(done, protocol)
 
 

@@ -432,10 +432,9 @@ def _commented(value: Any, indent: str, lines: list[str], method: Mapping[str, s
             lines.append(f"{indent}# per_client: [lenet-bn, mlp]{note}")
         elif isinstance(value, Config) and f.name == "method" and item.settings:
             lines += ["method:", f"  name: {_flow(item.name)}{note}"]
-            lines += [
-                f"  {k}: {_flow(plain(v))}" + (f"  # {method[k]}" if k in method else "")
-                for k, v in item.settings.items()
-            ]
+            for key, chosen in item.settings.items():
+                meaning = " ".join(method.get(key, "").split())
+                lines.append(f"  {key}: {_flow(plain(chosen))}" + (f"  # {meaning}" if meaning else ""))
         else:
             lines.append(f"{indent}{f.name}: {_flow(plain(item))}{note}")
 

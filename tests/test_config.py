@@ -137,7 +137,7 @@ def test_every_key_says_what_it_means(section: type) -> None:
 
 def test_settings_of_a_method_have_lines_of_their_own() -> None:
     config = Config(method=Named("fedcp", {"lam": 1.0, "without": ["cpn", "gh"]}))
-    text = commented(config, {"lam": "weight"})
+    text = commented(config, {"lam": "weight\n    of it", "without": ""})
     assert "\nmethod:\n  name: fedcp  # `fedprism list" in text
-    assert "\n  lam: 1.0  # weight\n  without: [cpn, gh]\n" in text
+    assert "\n  lam: 1.0  # weight of it\n  without: [cpn, gh]\n" in text
     assert structure(yaml.safe_load(text), Config) == config

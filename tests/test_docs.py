@@ -317,6 +317,7 @@ def check_command(words: list[str]) -> None:
     commands: dict[str, Any] = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
     given = commands[name].make_context(name, arguments).params  # an unknown option is an error here
     Protocol.parse(given.get("protocol") or "own")
+    assert name not in ("run", "compare") or given["config"] or given.get("print_config"), "there is nothing to run"
     for name in (given.get("methods") or given.get("method") or "fedavg").split(","):
         if not name.startswith("prox_bn.py"):  # the page's own program, which is run elsewhere
             settings = [s for s in given.get("settings") or [] if not s.startswith("method.") or given.get("method")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -93,3 +93,20 @@ def test_a_method_that_shows_nothing(tiny: Federation, tmp_path: Path) -> None:
     assert run.models["plain"].examine(tiny.clients["plain"].test.x) == {}
     line = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1]
     assert "{}" not in line.partition('"scores"')[2]
+
+
+@dataclass(frozen=True)
+class Adds(Method):
+    """What the base shows, and something more."""
+
+    def examine(self, model: Net, x: Tensor, draw: Draw) -> Seen:
+        seen = super().examine(model, x, draw)
+        return replace(seen, means={"best": seen.scores.max(1).values})
+
+
+def test_what_is_shown_can_build_on_the_base(tiny: Federation, tmp_path: Path) -> None:
+    run = fp.train(tiny, method=Adds(), rounds=1, out=tmp_path / "run")
+    plain = fp.train(tiny, method=fp.FedAvg(), rounds=1, out=tmp_path / "plain")
+    images = tiny.clients["plain"].test.x
+    assert run.models["plain"].examine(images)["best"].shape == (len(images),)
+    assert (run.models["plain"].probabilities(images) == plain.models["plain"].probabilities(images)).all()

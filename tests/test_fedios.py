@@ -631,7 +631,7 @@ def test_a_run_with_too_many_clients_ends_before_it_begins(tiny: Federation) -> 
             FediOS(rank=7),
             "4 orthogonal subspaces .* 7 dimensions each that is 28, and mlp has 24 features.*smaller",
         ),
-        (FediOS(rank=24, subspaces="random"), "with 24 dimensions each"),
+        (FediOS(rank=24, subspaces="random"), "rank is 24, but mlp has 24 features; a subspace has fewer"),
         (FediOS(max_clients=30), "31 orthogonal subspaces"),
         (FediOS(max_clients=2), "cannot join: .* all 2 are taken. Train with method.max_clients of 3 or more"),
         (FediOS(max_clients=2, subspaces="tall"), "cannot join: .* all 2 are taken"),

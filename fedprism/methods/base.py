@@ -308,7 +308,7 @@ class Method:
 
     def examine(self, model: Net, x: Tensor, draw: Draw) -> Seen:
         """The scores with what there is to see inside; a method that has something overrides this, not `predict`."""
-        return Seen(self.predict(model, x, draw))
+        return Seen(model(x) if type(self).predict is Method.predict else self.predict(model, x, draw))
 
     def predict_global(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
         """Scores of the one global model, where there is one (`has_global`)."""

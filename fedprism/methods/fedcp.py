@@ -95,9 +95,8 @@ class FedCP(Method):
             parts["common"] = copy.deepcopy(net.head)
         if "cpn" not in self.without:
             parts["policy"] = fresh(lambda: self.policy(width), seed, "policy")
-            whose = "" if self.blind else client or ""
-            random = torch.rand(width, generator=keys.generator(seed, "client vector", whose))
-            parts["client"] = Tensors({"v": normalize(random, dim=0)})
+            draw = keys.generator(seed, "client vector", "" if self.blind else client or "")
+            parts["client"] = Tensors({"v": normalize(torch.rand(width, generator=draw), dim=0)})
         return Parts(**parts)
 
     def policy(self, width: int) -> nn.Sequential:
@@ -176,5 +175,6 @@ def mmd(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _kernel(a: Tensor, b: Tensor) -> Tensor:
-    squares = (a[:, None] - b[None]).square().sum(2)  # no matrix product: TF32 would round the difference away
-    return torch.stack([(-squares / (2 * q)).exp() for q in (10, 15, 20, 50)]).sum(0)
+    x, y = a.double(), b.double()  # |x|^2 + |y|^2 - 2 x y cancels, and in TF32 little of it would be left
+    squares = x.square().sum(1)[:, None] + y.square().sum(1)[None] - 2 * x @ y.T
+    return torch.stack([(-squares / (2 * q)).exp() for q in (10, 15, 20, 50)]).sum(0).to(a.dtype)

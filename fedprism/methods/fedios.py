@@ -102,7 +102,9 @@ class FediOS(Method):
         if self.subspaces == "tall":
             return keys.orthogonal(width, width, seed, "block", place).to(dtype)
         rank = self.rank or (max(1, width // 4) if self.subspaces == "random" else width // blocks)
-        if self.subspaces == "random" and rank < width:
+        if self.subspaces == "random":
+            if rank >= width:
+                raise ConfigError(f"method.rank is {rank}, but {arch.name} has {width} features; a subspace has fewer.")
             return keys.orthogonal(width, rank, seed, "subspace", place).to(dtype)
         if rank < 1 or rank * blocks > width:
             raise ConfigError(

@@ -89,11 +89,6 @@ class RunDirectory:
         """`running` (or killed), `finished`, `diverged` or `interrupted`."""
         return str(runfile.read(self.path)["status"])
 
-    @property
-    def checkpointed(self) -> int:
-        """The round of the newest checkpoint; 0 where there is none."""
-        return max(self._checkpoints.rounds(), default=0)
-
     def latest(self) -> Snapshot | None:
         """The newest sound checkpoint, with a warning for each damaged one passed over; None: begin with round 0."""
         rounds = self._checkpoints.rounds()  # before the metrics, which are always ahead of it

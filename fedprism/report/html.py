@@ -113,7 +113,8 @@ def _inside(records: Sequence[RunRecord]) -> str:
         says = f"What {label} shows of its inside, a panel a value."
         if drawn := figures.inside_svg(group, f"inside-{place}", says):
             name = f"<h3>{escape(label)} <small>{escape(group[0].moment)}</small></h3>"
-            words = METHODS[group[0].method].shows if group[0].method in METHODS else {}
+            written = group[0].config.method.name
+            words = METHODS[written].shows if written in METHODS else {}  # a user's file is not run for a page
             means = "; ".join(f"<b>{escape(value)}</b>: {escape(says)}" for value, says in words.items())
             parts.append(f"{name}\n<figure>{drawn}</figure>" + (f'\n<p class="note">{means}.</p>' if means else ""))
     if not parts:

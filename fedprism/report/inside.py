@@ -25,7 +25,7 @@ Courses = dict[str, dict[str, Course]]  # name -> client -> course
 
 @dataclass(frozen=True)
 class Inside:
-    """One run's test at its method's own moment, and its training. What is not finite is left out.
+    """One run's test at a moment, and its training. What is not finite is left out.
 
     Paths are those of all clients, for their mean; the others are those of the first clients, which are shown.
     """
