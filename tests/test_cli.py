@@ -228,8 +228,10 @@ def test_interrupted_and_resumed(here: Path) -> None:
     assert "stopped. `fedprism resume mine` goes on." in result.output
     assert read_run(here / "mine").status == "interrupted"
     assert "stops‡" in call("show", "mine").output
+    recorded = len(read_run(here / "mine").rounds) - 1
     result = call("resume", "mine")
     assert result.exit_code == 0, result.output
+    assert f"mine goes on after round {recorded} of 2." in said(result)
     assert len(read_run(here / "mine").rounds) == 3
     again = call("resume", "mine")
     assert again.exit_code == 0
@@ -241,6 +243,7 @@ def test_a_locked_run_is_left_alone(here: Path, compared: Path) -> None:
         result = call("resume", compared / "fedavg-0")
     assert result.exit_code == 2
     assert "another process" in said(result)
+    assert "goes on after" not in said(result)
 
 
 # --- compare and show ------------------------------------------------------------------------------------------------
