@@ -14,23 +14,8 @@ from torch.nn.functional import cross_entropy, kl_div
 from fedprism import keys
 from fedprism.config import setting
 from fedprism.methods import leaves, register
-from fedprism.methods.base import (
-    Arch,
-    Draw,
-    Info,
-    Kind,
-    Me,
-    Method,
-    Net,
-    Now,
-    Parts,
-    Pass,
-    Seen,
-    State,
-    Upload,
-    average,
-    load,
-)
+from fedprism.methods.base import Arch, Draw, Info, Kind, Me, Method, Net, Now, Parts, Pass, Seen, State, Upload
+from fedprism.methods.states import average, load
 
 PAIR = ("online", "offline")
 Which = Literal["none", "online", "offline", "both"]

@@ -11,28 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
+from fedprism import keys
 from fedprism.config import setting
 from fedprism.errors import ConfigError
-from fedprism.methods import register
-from fedprism.methods.base import (
-    Arch,
-    Draw,
-    Info,
-    Me,
-    Method,
-    Net,
-    Now,
-    Parts,
-    Pass,
-    Seen,
-    State,
-    Tensors,
-    average,
-    gumbel,
-    keys,
-    leaves,
-    load,
-)
+from fedprism.methods import leaves, register
+from fedprism.methods.base import Arch, Draw, Info, Me, Method, Net, Now, Parts, Pass, Seen, State, Tensors
+from fedprism.methods.states import average, gumbel, load
 from fedprism.models import fresh
 
 

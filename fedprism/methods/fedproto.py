@@ -12,23 +12,8 @@ from torch.nn.functional import cross_entropy
 
 from fedprism.config import setting
 from fedprism.errors import ConfigError
-from fedprism.methods import register
-from fedprism.methods.base import (
-    Arch,
-    Draw,
-    Info,
-    Kind,
-    Me,
-    Method,
-    Net,
-    Now,
-    Parts,
-    Pass,
-    State,
-    Tensors,
-    Upload,
-    leaves,
-)
+from fedprism.methods import leaves, register
+from fedprism.methods.base import Arch, Draw, Info, Kind, Me, Method, Net, Now, Parts, Pass, State, Tensors, Upload
 
 BELOW = 1e6  # how far the score of a class that nobody has shown yet lies below all others
 

@@ -9,25 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fedprism.methods import register
-from fedprism.methods.base import (
-    Arch,
-    Draw,
-    Info,
-    Kind,
-    Me,
-    Method,
-    Net,
-    Now,
-    Parts,
-    Pass,
-    State,
-    Tensors,
-    Upload,
-    average,
-    leaves,
-    load,
-)
+from fedprism.methods import leaves, register
+from fedprism.methods.base import Arch, Draw, Info, Kind, Me, Method, Net, Now, Parts, Pass, State, Tensors, Upload
+from fedprism.methods.states import average, load
 
 
 @register
