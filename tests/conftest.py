@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fedprism.federation import Federation, federation
+from tests.helpers import cut
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -23,3 +24,9 @@ def one_thread() -> Iterator[None]:
 def tiny() -> Federation:
     """Three clients of 40 training and 36 test images, 16 pixels a side."""
     return federation("digits-skew", clients=3, seed=0, samples=40, split={"validation": 0.02, "test": 0.1})
+
+
+@pytest.fixture(scope="session")
+def unequal(tiny: Federation) -> Federation:
+    """40, 25 and 10 training images, so that weighting by samples and uniform weighting differ."""
+    return cut(tiny, (40, 25, 10))

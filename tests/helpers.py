@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 
 from fedprism.config import Config
@@ -9,7 +12,7 @@ from fedprism.engines.client import make_info
 from fedprism.engines.events import Callback, Plan, RoundRecord, Snapshot, Status
 from fedprism.engines.inprocess import Engine, InProcess
 from fedprism.engines.loop import Loop, make_loop
-from fedprism.federation import Federation
+from fedprism.federation import Federation, Split
 from fedprism.methods.base import Method, State
 
 CPU = torch.device("cpu")
@@ -47,3 +50,11 @@ def same(a: State | None, b: State | None) -> bool:
     if a is None or b is None:
         return a is b
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def cut(federation: Federation, sizes: Sequence[int]) -> Federation:
+    """The same clients with so many training images each."""
+    clients = {}
+    for (name, data), size in zip(federation.clients.items(), sizes, strict=True):
+        clients[name] = replace(data, train=Split(data.train.x[:size], data.train.y[:size]))
+    return replace(federation, clients=clients)

@@ -44,7 +44,7 @@ from fedprism.federation import Federation, Split
 from fedprism.methods import METHODS
 from fedprism.methods.base import Kind, Me, Method, Now, Pass, State, Upload, load
 from fedprism.records.checkpoint import deserialise, serialise
-from tests.helpers import CPU, Collect, loop_for, same
+from tests.helpers import CPU, Collect, cut, loop_for, same
 
 QUICK: dict[str, dict[str, Any]] = {"lg-fedavg": {"warmup": 2}}  # where four rounds of the defaults would not show all
 EVERY = list(METHODS)
@@ -170,14 +170,6 @@ def shapes(state: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dty
 
 def bytes_of(state: State) -> int:
     return sum(len(tensor.contiguous().numpy().tobytes()) for tensor in state.values())
-
-
-def cut(federation: Federation, sizes: list[int]) -> Federation:
-    """The same clients with so many training images each."""
-    clients = {}
-    for (name, data), size in zip(federation.clients.items(), sizes, strict=True):
-        clients[name] = replace(data, train=Split(data.train.x[:size], data.train.y[:size]))
-    return replace(federation, clients=clients)
 
 
 def with_passes(method: Method, change: Callable[[Pass], Pass]) -> Method:

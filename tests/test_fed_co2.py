@@ -108,15 +108,6 @@ def is_offline(run: Trained, other: Trained) -> bool:
 
 
 @pytest.fixture(scope="module")
-def unequal(tiny: Federation) -> Federation:
-    """Clients of 40, 25 and 10 training images, so that weighting by samples and uniform weighting differ."""
-    clients = {}
-    for (name, data), size in zip(tiny.clients.items(), (40, 25, 10), strict=True):
-        clients[name] = replace(data, train=replace(data.train, x=data.train.x[:size], y=data.train.y[:size]))
-    return replace(tiny, clients=clients)
-
-
-@pytest.fixture(scope="module")
 def alone(tiny: Federation) -> dict[str, Trained]:
     """What the two paths are compared with."""
     return {"online": train(FedBN(), tiny), "offline": train(Local(), tiny)}

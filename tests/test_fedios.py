@@ -25,7 +25,7 @@ from fedprism.federation import Federation
 from fedprism.methods.base import Info, Me, Method, Net, State, load, no_draw
 from fedprism.methods.fedavg import FedAvg
 from fedprism.methods.fedios import FediOS
-from tests.helpers import Collect, loop_for, same
+from tests.helpers import Collect, cut, loop_for, same
 
 MLP = {"name": "mlp", "hidden": [32, 24]}
 NAMES = ("north", "east", "south")
@@ -90,18 +90,10 @@ def assert_zero(a: Tensor, within: float = TIGHT) -> None:
     assert float(a.abs().max()) <= within
 
 
-def unequal(federation: Federation) -> Federation:
-    """Clients of 40, 25 and 10 training images."""
-    clients = {}
-    for (name, data), size in zip(federation.clients.items(), (40, 25, 10), strict=True):
-        clients[name] = replace(data, train=replace(data.train, x=data.train.x[:size], y=data.train.y[:size]))
-    return replace(federation, clients=clients)
-
-
 @pytest.fixture(scope="module")
 def plain(tiny: Federation) -> Trained:
     """A run with the defaults and clients of unequal sizes; two of three take part in a round."""
-    return train(FediOS(), unequal(tiny), clients={"participation": 0.67})
+    return train(FediOS(), cut(tiny, (40, 25, 10)), clients={"participation": 0.67})
 
 
 @pytest.fixture
@@ -278,7 +270,7 @@ def test_what_the_paper_says_where_the_configuration_does_not() -> None:
 
 def test_a_subspace_of_the_head_is_trained_by_its_client_alone(tiny: Federation) -> None:
     """The others leave it as it was, so the average takes a share of the client's step."""
-    sites = unequal(tiny)
+    sites = cut(tiny, (40, 25, 10))
     run = train(FediOS(), sites, train={"rounds": 1})
     first = built(FediOS(), None, run.loop.info).state_dict()["net.head.fc3.weight"]
     average = run.loop.server["net.head.fc3.weight"] - first
@@ -463,7 +455,7 @@ def test_without_the_orthogonality_loss_its_weight_is_zero(tiny: Federation) -> 
 @pytest.mark.parametrize("without", [("projections", "personal"), ("projections", "personal", "re")])
 def test_without_projections_and_personal_bodies_it_is_fedavg_at_twice_the_rate(without: Any, tiny: Federation) -> None:
     """Bit by bit, since twice a float is exact. Sizes differ, so the weights of the average count too."""
-    sites, model = unequal(tiny), {"name": "lenet-bn"}
+    sites, model = cut(tiny, (40, 25, 10)), {"name": "lenet-bn"}
     optimizer = {"momentum": 0.9}
     bare = train(FediOS(without=without), sites, model=model, train={"optimizer": {"lr": 0.01, **optimizer}})
     average = train(FedAvg(), sites, model=model, train={"optimizer": {"lr": 0.02, **optimizer}})

@@ -33,15 +33,6 @@ PARTS = ("net.body", "net.head", "mask", "relevant", "irrelevant")
 OFF = {"lam_lce": 0.0, "lam_ent": 0.0, "lam_dis": 0.0}
 
 
-@pytest.fixture(scope="module")
-def unequal(tiny: Federation) -> Federation:
-    """Clients of 40, 25 and 10 training images, so that weighting by samples and uniform weighting differ."""
-    clients = {}
-    for (name, data), size in zip(tiny.clients.items(), (40, 25, 10), strict=True):
-        clients[name] = replace(data, train=replace(data.train, x=data.train.x[:size], y=data.train.y[:size]))
-    return replace(tiny, clients=clients)
-
-
 def config_of(**sections: Any) -> Config:
     train = {"rounds": 2, "batch": 16, **sections.pop("train", {})}
     return structure({"train": train, "evaluate": {"splits": ["test"]}, **sections}, Config)

@@ -35,7 +35,7 @@ from fedprism.methods.lg_fedavg import LGFedAvg
 from fedprism.methods.local import Local
 from fedprism.methods.scaffold import Scaffold
 from fedprism.methods.silobn import SiloBN
-from tests.helpers import Collect, loop_for, same
+from tests.helpers import Collect, cut, loop_for, same
 
 MLP = {"name": "mlp", "hidden": [16, 8]}
 
@@ -86,14 +86,6 @@ def assert_same(a: Trained, b: Trained) -> None:
 
 def assert_differ(a: Trained, b: Trained) -> None:
     assert not any(same(state, b.states[client]) for client, state in a.states.items())
-
-
-def unequal(federation: Federation) -> Federation:
-    """Clients of 40, 25 and 10 training images, so that weighting by samples and uniform weighting differ."""
-    clients = {}
-    for (name, data), size in zip(federation.clients.items(), (40, 25, 10), strict=True):
-        clients[name] = replace(data, train=replace(data.train, x=data.train.x[:size], y=data.train.y[:size]))
-    return replace(federation, clients=clients)
 
 
 # --- one method at its edge is another -------------------------------------------------------------------------------
@@ -150,7 +142,7 @@ def network(state: State) -> State:
 
 
 def test_lg_fedavg_that_never_ends_its_warm_up_is_uniform_fedavg(tiny: Federation) -> None:
-    sites = unequal(tiny)
+    sites = cut(tiny, (40, 25, 10))
     uniform = train(FedAvg(), sites, clients={"weighting": "uniform"})
     for warmup in (3, 10):
         warm = train(LGFedAvg(warmup=warmup), sites)
@@ -192,7 +184,7 @@ def test_fedrep_trains_one_part_at_a_time(tiny: Federation) -> None:
 
 def test_scaffold_starts_as_uniform_fedavg_with_plain_sgd(tiny: Federation) -> None:
     """All control variates are zero in the first round; in the second they are not."""
-    sites, plain = unequal(tiny), {"optimizer": {"momentum": 0.0}}
+    sites, plain = cut(tiny, (40, 25, 10)), {"optimizer": {"momentum": 0.0}}
     corrected = train(Scaffold(), sites, train={"rounds": 2})
     average = train(FedAvg(), sites, train={"rounds": 2, **plain}, clients={"weighting": "uniform"})
     first, other = corrected.seen.snapshots[1], average.seen.snapshots[1]

@@ -25,12 +25,12 @@ from fedprism.config import Config, structure
 from fedprism.engines.client import Job, client_receive
 from fedprism.engines.loop import Loop, draw_cohort
 from fedprism.engines.passes import batches, inputs, keyed_draw
-from fedprism.federation import Federation, Split
+from fedprism.federation import Federation
 from fedprism.methods import METHODS
 from fedprism.methods.base import load
 from fedprism.models import MODELS
 from fedprism.models.base import Block, Family
-from tests.helpers import CPU, loop_for
+from tests.helpers import CPU, cut, loop_for
 from tests.reference.common import Setup
 
 CLOSE = 1e-9  # absolute and relative
@@ -108,11 +108,9 @@ def _smooth_networks_in_double(tiny: Federation) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def unequal(tiny: Federation) -> Federation:
     """Clients of 40, 23 and 9 training images; the last lacks some of the ten classes."""
-    clients = {}
-    for (name, data), size in zip(tiny.clients.items(), (40, 23, 9), strict=True):
-        clients[name] = replace(data, train=Split(data.train.x[:size], data.train.y[:size]))
-    assert (clients["textured"].class_counts() == 0).any()
-    return replace(tiny, clients=clients)
+    federation = cut(tiny, (40, 23, 9))
+    assert (federation.clients["textured"].class_counts() == 0).any()
+    return federation
 
 
 def config_of(model: str, participation: float) -> Config:
