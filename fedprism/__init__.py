@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fedprism.methods.fedprox import FedProx
     from fedprism.methods.fedrep import FedRep
     from fedprism.methods.fedrod import FedRoD
+    from fedprism.methods.fedsce import FedSCE
     from fedprism.methods.lg_fedavg import LGFedAvg
     from fedprism.methods.local import Local
     from fedprism.methods.scaffold import Scaffold
@@ -57,6 +58,7 @@ _HOMES = {
     "fedprism.methods.fedprox": ["FedProx"],
     "fedprism.methods.fedrep": ["FedRep"],
     "fedprism.methods.fedrod": ["FedRoD"],
+    "fedprism.methods.fedsce": ["FedSCE"],
     "fedprism.methods.lg_fedavg": ["LGFedAvg"],
     "fedprism.methods.local": ["Local"],
     "fedprism.methods.scaffold": ["Scaffold"],
@@ -92,6 +94,7 @@ __all__ = [
     "FedProx",
     "FedRep",
     "FedRoD",
+    "FedSCE",
     "Federation",
     "FediOS",
     "FedprismError",

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fedprism import config as configuration
 from fedprism.config import Config, EvaluateConfig, Named
+from fedprism.data import Dataset, folder
 from fedprism.data.images import normalise
 from fedprism.data.pictures import DAMAGED, read_picture, reason
 from fedprism.engines.client import Job, client_receive, make_info, make_now
@@ -27,9 +28,12 @@ from fedprism.engines.numerics import choose_device, choose_precision, numerics
 from fedprism.engines.passes import SWEEP_BATCH, keyed_draw, learning_rate
 from fedprism.errors import ConfigError, DataError, RecordError
 from fedprism.federation import ClientData, Federation, Split, make_federation
+from fedprism.federation.partitions import partition_of
 from fedprism.methods import make, named
 from fedprism.methods.base import Draw, Info, Method
 from fedprism.methods.base import load as load_state
+from fedprism.methods.mixed import check_mixed
+from fedprism.models import architectures
 from fedprism.records import Protocol, RunDirectory, RunRecord, read_run, run_status
 from fedprism.report.table import Table
 from fedprism.report.table import table as make_table
@@ -40,7 +44,8 @@ from fedprism.report.table import table as make_table
 def resolve(config: Config, given: Method | None = None) -> Config:
     """The same configuration with every default of its method written out; whatever is unknown is an error here.
 
-    A method's own moment is always evaluated: without it there would be nothing to print.
+    A method's own moment is always evaluated: without it there would be nothing to print. Models that clients name in
+    their folders are written out, too: a run keeps those that it was begun with.
     """
     config = configuration.structure(configuration.plain(config), Config)  # what Python has built is checked like YAML
     method = given or make(config.method)
@@ -53,7 +58,32 @@ def resolve(config: Config, given: Method | None = None) -> Config:
         raise ConfigError(f"evaluate.splits is {list(config.evaluate.splits)}; the test part must be in it.")
     moments = tuple(dict.fromkeys((*config.evaluate.moments, method.moment)))
     evaluate = configuration.structure({**configuration.plain(config.evaluate), "moments": moments}, EvaluateConfig)
+    if config.model.per_client == "folder":
+        config = replace(config, model=replace(config.model, per_client=_own_models(config)))
     return replace(config, method=named(method), evaluate=evaluate)
+
+
+def _own_models(config: Config) -> dict[str, Any]:
+    """The models that the clients of `folder:PATH` name, as a map by client name."""
+    if config.data.name.partition(":")[0] != "folder":
+        raise ConfigError(
+            "model.per_client is folder, which is for clients of folder:PATH that name their own models, but data.name "
+            f"is {config.data.name!r}; write a list of models, or a map from client names to models."
+        )
+    models, size = {}, config.data.image_size
+    for file, entry in folder.own_models(config.data).items():
+        site = file.parent.name
+        try:  # the classes are not known yet, and do not matter to what can be mistaken here
+            architectures(replace(config.model, per_client={site: entry}, settings={}), [site], 2, (3, size, size))
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {error}") from None
+        models[site] = entry
+    # The partition says what the clients are called; where it deals a site to several, all of them have its model.
+    nothing = torch.empty(0, dtype=torch.int64)
+    images = torch.empty(0, 3, size, size, dtype=torch.uint8)
+    sites = Dataset(config.data.name, images, nothing, nothing, tuple(models), (), None, 0.0, sites=True)
+    partition = partition_of(config.data.partition).settled(sites)
+    return {share.client: models[share.domain] for share in partition.deal(sites, nothing.numpy(), config.seed)}
 
 
 def directory_of(config: Config, name: str, out: str | Path | None, method: Method | None = None) -> Path:
@@ -239,13 +269,15 @@ def compare(
     `on_error`.
     """
     runs: list[Run] = []
-    federations: dict[int, Federation] = {}
+    federations: dict[int, Federation] = {}  # made once a seed
     planned = cells(config, methods, seeds, name, out)
     place = {cell.path: i for i, cell in enumerate(planned)}
     for cell in planned:
         if run_status(cell.path) is not None:
             RunDirectory.open(cell.path, expect=cell.config)  # a run of another configuration: told before any trains
-    for cell in sorted(planned, key=lambda c: seeds.index(c.config.seed)):  # a federation is made once a seed
+    ordered = sorted(planned, key=lambda cell: seeds.index(cell.config.seed))
+    _check_models([cell for cell in ordered if run_status(cell.path) not in ("finished", "diverged")], federations)
+    for cell in ordered:
         try:
             runs.append(_run_cell(cell, federations, callbacks))
         except Exception as error:  # a bug in one method must not take the other runs' results away
@@ -253,6 +285,16 @@ def compare(
                 raise
             on_error(cell, error)
     return sorted(runs, key=lambda run: place[run.path])
+
+
+def _check_models(cells: Sequence[Cell], federations: dict[int, Federation]) -> None:
+    """Methods that cannot do with the clients' different architectures: told before any trains."""
+    if not cells or cells[0].config.model.per_client is None:
+        return
+    config = cells[0].config
+    made = federations[config.seed] = make_federation(config.data, config.seed)
+    methods = {cell.config.method.name: make(cell.config.method) for cell in cells}
+    check_mixed(list(methods.values()), make_info(config, made.names, made.classes, made.shape))
 
 
 def _run_cell(cell: Cell, federations: dict[int, Federation], callbacks: Sequence[Callback]) -> Run:

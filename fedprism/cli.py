@@ -17,17 +17,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+import yaml
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from fedprism import config as configuration
-from fedprism.config import Config
+from fedprism.config import Config, ModelConfig
 from fedprism.errors import ConfigError, FedprismError, RecordError
 
 if TYPE_CHECKING:
     from fedprism.api import Cell, Run
     from fedprism.records import RunRecord
+    from fedprism.report.explain import Counted
     from fedprism.report.formats import Grid
     from fedprism.report.progress import Progress
     from fedprism.report.table import Table
@@ -326,7 +328,7 @@ def show(
     """Print the table of runs again, from their records; another protocol needs no new training.
 
     Runs that are named go into one table. A folder is searched: the runs of each folder in it make a table. Below the
-    table of a single run stands what its method shows of its inside, if anything.
+    table of a single run stand the models of clients that have different ones, and what its method shows of its inside.
 
     \b
     Example:
@@ -337,6 +339,7 @@ def show(
         from fedprism.records import read_run
         from fedprism.report.html import write_page
         from fedprism.report.inside import last_values
+        from fedprism.report.models import models
         from fedprism.report.table import table
 
         _check(protocol)
@@ -358,6 +361,9 @@ def show(
             if len(groups) > 1:
                 _out().print(Text(str(_common(group)), style="bold"))
             _print_table(result)
+            if len(records) == 1 and (different := models(records[0])) is not None:
+                _out().print(Text("\nmodels", style="bold"))
+                _print_table(different)
             if len(records) == 1 and (inside := last_values(records[0], protocol)) is not None:
                 _out().print(Text("\ninside the method", style="bold"))
                 _print_table(inside)
@@ -400,7 +406,17 @@ def list_(
 @_command(_LEARN)
 def explain(
     method: Annotated[str, typer.Argument(help="A name of [b]fedprism list methods[/b], or path/to/file.py:Class.")],
-    model: Annotated[str, typer.Option(help="Count bytes for this model.")] = "lenet-bn",
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Count bytes for this model: a name, [b]{name: resnet18, width: 16}[/b], or a list of them for "
+            "clients of different architectures."
+        ),
+    ] = "lenet-bn",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="method.KEY=VALUE", help="A setting of the method. May be repeated."),
+    ] = None,
     classes: Annotated[int, typer.Option(min=2, help="Classes of the data.")] = 10,
     image_size: Annotated[int, typer.Option(min=1, help="Pixels a side; three channels.")] = 32,
 ) -> None:
@@ -410,20 +426,30 @@ def explain(
     Example:
       fedprism explain ditto
       fedprism explain fedproto --model resnet18 --classes 100
+      fedprism explain fedsce --model "[lenet-bn, {name: resnet18, width: 16}]"
+      fedprism explain lg-fedavg --set method.warmup=0 --model lenet-bn,mlp
     """
     with _told(), _loading():
-        from fedprism.config import ModelConfig, Named
         from fedprism.methods import find, make
         from fedprism.report.explain import REQUIRED, facts_of, settings_of, traffic
 
         cls = find(method)
-        settings = settings_of(cls)
-        required = [name for name, default, _, _ in settings if default == REQUIRED]
+        known = settings_of(cls)
+        odd = [text for text in settings or [] if not text.startswith("method.")]
+        if odd:
+            raise ConfigError(f"--set {odd[0]!r}: `explain` takes settings of the method only, such as method.mu=0.1.")
+        base = {"method": {"name": method}}
+        given = configuration.structure(configuration.override(base, settings or []), Config).method
+        required = [name for name, default, _, _ in known if default == REQUIRED and name not in given.settings]
         if required:
-            raise ConfigError(f"{method} has no default for {', '.join(required)}, so it cannot be tried; give it one.")
-        made = make(Named(method))
+            raise ConfigError(
+                f"{method} has no default for {', '.join(required)}, so it cannot be tried; give it one, or write "
+                f"--set method.{required[0]}=VALUE."
+            )
+        made, models = make(given), _model(model)
         rounds = Config().train.rounds
-        first, last = traffic(made, ModelConfig(model), classes, image_size, rounds)
+    with _told():
+        counted = traffic(made, models, classes, image_size, rounds)
     out = _out()
     out.print(Text(cls.id or method, style="bold"), Text(cls.idea), sep="\n")
     facts = RichTable(box=None, show_header=False, pad_edge=False)
@@ -433,19 +459,24 @@ def explain(
         facts.add_row(name, Text(value))
     out.print(facts)
     out.print()
-    if settings:
+    if known:
         table = RichTable(box=None, pad_edge=False, header_style="bold")
         table.add_column("setting", no_wrap=True)
         for column in ("default", "values", "meaning"):
             table.add_column(column)
-        for name, default, values, doc in settings:
+        for name, default, values, doc in known:
             table.add_row(f"method.{name}", Text(json.dumps(default, default=str)), Text(values), Text(doc))
         out.print(table)
     else:
         out.print("It has no settings of its own.")
     out.print()
-    counted = f"{model}, {classes} classes, images 3x{image_size}x{image_size}, two clients"
-    out.print(Text(f"A client and round, {counted}: {_bytes(first.down)} down, {_bytes(first.up)} up."))
+    data = f"{classes} classes, images 3x{image_size}x{image_size}"
+    if len(counted) > 1:
+        _print_counted(counted, data, rounds)
+        return
+    (one,) = counted
+    where, first, last = f"{one.arch.label}, {data}, two clients", one.first, one.last
+    out.print(Text(f"A client and round, {where}: {_bytes(first.down)} down, {_bytes(first.up)} up."))
     if last != first:
         out.print(Text(f"In the last of {rounds} rounds: {_bytes(last.down)} down, {_bytes(last.up)} up."))
 
@@ -460,6 +491,41 @@ def _read(path: Path | None, settings: Sequence[str], method: str | None) -> Con
     if path is None:
         return configuration.structure(configuration.override(configuration.plain(Config()), overrides), Config)
     return configuration.read(path, overrides)
+
+
+def _model(text: str) -> ModelConfig:
+    """The models of `explain`: a name, a mapping with a name, or several of them in a list or separated by commas."""
+    try:
+        raw = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raw = None
+    if isinstance(raw, str) and "," in raw:
+        raw = [name.strip() for name in raw.split(",")]
+    if isinstance(raw, list):
+        raw = {"per_client": raw}
+    listed = raw.get("per_client", []) if isinstance(raw, dict) else []
+    if not isinstance(raw, str | dict) or not isinstance(listed, list):
+        raise ConfigError(
+            f"--model is {text!r}; expected a model's name, a mapping such as {{name: resnet18, width: 16}}, or a "
+            "list of them such as [lenet-bn, mlp]."
+        )
+    return configuration.structure(raw, ModelConfig, "model")
+
+
+def _print_counted(counted: Sequence[Counted], data: str, rounds: int) -> None:
+    """A row an architecture, with the bytes of a client that has it."""
+    out, last = _out(), any(each.last != each.first for each in counted)
+    out.print(Text(f"A client and round, {data}, one client a model:"))
+    table = RichTable(box=None, pad_edge=False, header_style="bold")
+    table.add_column("model", no_wrap=True)
+    more = (f"down, round {rounds}", f"up, round {rounds}") if last else ()
+    for column in ("parameters", "features", "bytes down", "bytes up", *more):
+        table.add_column(column, justify="right")
+    for each in counted:
+        sizes = (each.first.down, each.first.up, *((each.last.down, each.last.up) if last else ()))
+        numbers = (each.arch.parameters, each.arch.width, *sizes)
+        table.add_row(Text(each.arch.label), *(f"{number:,}" for number in numbers))
+    out.print(table)
 
 
 def _names(text: str) -> list[str]:

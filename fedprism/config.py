@@ -86,8 +86,20 @@ class DataConfig:
 class ModelConfig:
     name: str = setting("lenet-bn", "`fedprism list models`")
     head_layers: int | Literal["all"] = setting(1, "how many of the fully connected layers are the head: 1, 2 or all")
+    features: int | Literal["auto", "own"] = setting(
+        "auto",
+        "features from body to head; auto: the model's own, or the fewest of all clients' where they differ; own: the "
+        "model's own",
+        lambda v: v in ("auto", "own") or v > 0,
+        "auto, own, or 1 or more",
+    )
+    adapter: Literal["pool", "linear"] = setting(
+        "pool", "what brings features to that number; pool: means of neighbours; linear: a fully connected layer"
+    )
     per_client: Any = setting(
-        None, "a list (client m gets the m mod len-th) or a map by client name, instead of one name"
+        None,
+        "instead of one name: a list (client m gets the m mod len-th), a map by client name, or folder (each client's "
+        "folder names its own)",
     )
     settings: Mapping[str, Any] = setting({}, "what else the named model takes, such as width")
 
@@ -251,8 +263,10 @@ def _model(raw: Any, _: Any) -> ModelConfig:
         raise ConfigError(f"{raw['name']!r} is not a model's name")
     own = {f.name for f in dataclasses.fields(ModelConfig)} - {"settings"}
     known = {k: v for k, v in raw.items() if k in own}
-    if "head_layers" in known:
-        known["head_layers"] = _converter.structure(known["head_layers"], int | Literal["all"])  # type: ignore[arg-type]
+    kinds = typing.get_type_hints(ModelConfig)
+    for key in ("head_layers", "features", "adapter"):
+        if key in known:
+            known[key] = _converter.structure(known[key], kinds[key])
     return ModelConfig(**known, settings={k: v for k, v in raw.items() if k not in own})
 
 
@@ -338,7 +352,8 @@ def plain(value: Any) -> Any:
         return {k: plain(v) for k, v in value.plain().items()}
     if isinstance(value, ModelConfig):
         own = {"per_client": value.per_client} if value.per_client is not None else {"name": value.name}
-        return plain({**own, "head_layers": value.head_layers, **value.settings})
+        own |= {key: getattr(value, key) for key in ("head_layers", "features", "adapter")}
+        return plain({**own, **value.settings})
     if dataclasses.is_dataclass(value):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):

@@ -59,9 +59,8 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@lru_cache(maxsize=8)
-def orthogonal(rows: int, columns: int, *purpose: int | str) -> torch.Tensor:
-    """Random orthonormal columns in double precision, uniformly distributed; not to be changed in place.
+def orthonormal(rows: int, columns: int, *purpose: int | str) -> torch.Tensor:
+    """Random orthonormal columns in double precision, uniformly distributed.
 
     They are Q of a Gaussian matrix, with the signs that make R's diagonal positive.
     """
@@ -69,3 +68,7 @@ def orthogonal(rows: int, columns: int, *purpose: int | str) -> torch.Tensor:
     with one_thread():
         q, r = torch.linalg.qr(noise)
     return torch.mul(q, r.diagonal().sign())
+
+
+# The same, remembered for those who ask for it often; not to be changed in place.
+orthogonal = lru_cache(maxsize=8)(orthonormal)

@@ -184,19 +184,19 @@ def test_compare_skips_finished_cells_and_resumes_begun_ones(tmp_path: Path) -> 
 
 def test_a_comparison_goes_on_after_a_diverged_and_after_a_failed_cell(tmp_path: Path) -> None:
     raw = {
-        "model": {"per_client": ["mlp", "lenet-bn"]},
+        "model": "mlp",
         "train": {"rounds": 2},
         "data": {"partition": {"name": "domain", "clients": 2}},
     }
     failed: list[str] = []
-    config = structure(raw, Config)
+    config = structure({**raw, "server": {"lr": 0.5}}, Config)
     runs = fp.compare(
-        config, ["fedavg", "local"], [0], "x", out=tmp_path / "a", on_error=lambda cell, e: failed.append(str(e))
+        config, ["local", "fedavg"], [0], "x", out=tmp_path / "a", on_error=lambda cell, e: failed.append(str(e))
     )
-    assert [run.method for run in runs] == ["local"]
+    assert [run.method for run in runs] == ["fedavg"]
     assert len(failed) == 1
-    assert "one architecture" in failed[0]
-    wild = structure({**raw, "model": "mlp", "train": {"rounds": 3, "optimizer": {"lr": 1e30}}}, Config)
+    assert "local averages no weights" in failed[0]
+    wild = structure({**raw, "train": {"rounds": 3, "optimizer": {"lr": 1e30}}}, Config)
     runs = fp.compare(wild, ["fedavg", "local"], [0], "x", out=tmp_path / "b")
     assert [run.status for run in runs] == ["diverged", "diverged"]
     with pytest.raises(fp.ConfigError, match="twice"):

@@ -20,7 +20,6 @@ from tests.helpers import Collect, loop_for, same
 
 PAGE = Path(__file__).parent.parent / "docs" / "architecture.md"
 NAMES = [
-    "FedSCE",
     "FedTGP",
     "FedFomo",
     "FedAMP",
@@ -89,9 +88,9 @@ def test_sketch_gives_the_same_bits_again_and_after_a_resume(sketches: ModuleTyp
     assert all(same(straight.states[c], resumed.states[c]) for c in data.names)
 
 
-def test_different_architectures_share_fedsce_auxiliary(sketches: ModuleType) -> None:
+def test_different_architectures_share_fedtgp_prototypes(sketches: ModuleType) -> None:
     config = structure({"train": {"rounds": 2}, "model": {"per_client": ["lenet-bn", "mlp"]}}, Config)
-    loop = loop_for(sketches.FedSCE(), config, federation("digits-skew", clients=3, seed=0, samples=40))
+    loop = loop_for(sketches.FedTGP(), config, federation("digits-skew", clients=3, seed=0, samples=40))
     assert loop.run([]) == "finished"
     assert loop.states["plain"].keys() != loop.states["tinted"].keys()
 

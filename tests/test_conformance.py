@@ -771,7 +771,7 @@ def test_different_architectures(name: str, tiny: Federation) -> None:
     models = [{"name": "mlp", "hidden": [24, 16]}, {"name": "mlp", "hidden": [16]}]
     config, method = config_of(train={"rounds": 2}, model={"per_client": models}), method_of(name)
     if not method.mixed:
-        with pytest.raises(ConfigError, match=f"{name} averages weights"):
+        with pytest.raises(ConfigError, match=f"{name} needs one architecture for all clients"):
             train(method, config, tiny)
         return
     run = train(method, config, tiny)
@@ -836,7 +836,7 @@ def test_a_method_says_what_it_is(name: str) -> None:
     for text in (cls.paper, cls.idea, cls.shares, cls.stays, cls.reveals, cls.group):
         assert text.strip()
     assert cls.bn in ("shared", "local", "local-stats", "local-affine")
-    assert cls.weighting in ("samples", "uniform")
+    assert cls.weighting in ("samples", "uniform", "contribution")
     assert cls.broadcast in ("participants", "all")
     assert cls.trainers in ("participants", "all")
     assert cls.moment in MOMENTS

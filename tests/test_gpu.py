@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from fedprism import api
+from fedprism import api, keys
 from fedprism.config import Config, structure
 from fedprism.methods import METHODS
+from fedprism.methods.subspaces import Subspace, overlap
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 RAW = {
@@ -26,9 +28,8 @@ class Stop(api.Callback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("method", list(METHODS))
-def test_same_seed_same_bits_and_resumed_is_straight(method: str, tmp_path: Path) -> None:
-    config = structure({**RAW, "method": method}, Config)
+def same_bits_and_resumed_is_straight(raw: dict[str, Any], tmp_path: Path) -> None:
+    config = structure(raw, Config)
     runs = [api.run_config(config, "x", out=tmp_path / name) for name in ("one", "two")]
     with pytest.raises(KeyboardInterrupt):
         api.run_config(config, "x", out=tmp_path / "stopped", callbacks=[Stop()])
@@ -38,7 +39,21 @@ def test_same_seed_same_bits_and_resumed_is_straight(method: str, tmp_path: Path
     assert first == second == third
 
 
-@pytest.mark.parametrize("model", ["cnn4", "digit6", "resnet18"])
+@pytest.mark.parametrize("method", list(METHODS))
+def test_same_seed_same_bits_and_resumed_is_straight(method: str, tmp_path: Path) -> None:
+    same_bits_and_resumed_is_straight({**RAW, "method": method}, tmp_path)
+
+
+@pytest.mark.parametrize("adapter", ["pool", "linear"])
+@pytest.mark.parametrize("method", ["local", "fedproto", "fedsce"])
+def test_different_architectures(method: str, adapter: str, tmp_path: Path) -> None:
+    """Three shapes with features of 64, 128 and 512, which an adapter brings to 64."""
+    models = ["vit-tiny", {"name": "resnet18", "width": 16}, "cnn4"]
+    raw = {**RAW, "model": {"per_client": models, "adapter": adapter}, "method": method}
+    same_bits_and_resumed_is_straight(raw, tmp_path)
+
+
+@pytest.mark.parametrize("model", ["cnn4", "digit6", "resnet18", "resnet50", "vit-tiny", "vit-b-16"])
 def test_every_network_gives_the_same_bits_twice(model: str, tmp_path: Path) -> None:
     raw = {**RAW, "model": model, "data": {**RAW["data"], "image_size": 32}, "method": "fedbn"}
     runs = [api.run_config(structure(raw, Config), "x", out=tmp_path / name) for name in ("one", "two")]
@@ -54,3 +69,15 @@ def test_the_gpu_follows_the_cpu(tmp_path: Path) -> None:
         run = api.run_config(structure(raw, Config), "x", out=tmp_path / device)
         losses.append([score.loss for score in run.record.rounds[-1].scores["received"]["test"].values()])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("delta", ["raw", "normalised", "keep-singular-values"])
+def test_subspaces_of_cpu_and_gpu_are_the_same(delta: str) -> None:
+    """Signs and rotations of a basis are free, so they are compared by how many dimensions they have in common."""
+    here, there = (Subspace(200_000, 3, delta, "test").to(device) for device in ("cpu", "cuda"))
+    draws = keys.generator("updates")
+    for _ in range(5):
+        d = 2 * torch.nn.functional.normalize(torch.randn(200_000, generator=draws), dim=0)
+        here.turn(d)
+        there.turn(d.cuda())
+    assert overlap(here["basis"].double(), there["basis"].cpu().double()).item() == pytest.approx(3, abs=1e-5)

@@ -25,6 +25,7 @@ KINDS = {
     "fed-co2": {},
     "fedpick": {},
     "fedios": {},
+    "fedsce": {"delta": "normalised"},
 }
 
 

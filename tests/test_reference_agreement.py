@@ -30,7 +30,7 @@ from fedprism.methods import METHODS
 from fedprism.methods.base import load
 from fedprism.models import MODELS
 from fedprism.models.base import Block, Family
-from tests.helpers import CPU, cut, loop_for
+from tests.helpers import CPU, Collect, cut, loop_for
 from tests.reference.common import Setup
 
 CLOSE = 1e-9  # absolute and relative
@@ -46,6 +46,7 @@ HYPER: dict[str, dict[str, Any]] = {
     "fed-co2": {"mu": 0.7},
     "fedpick": {"tau": 2.0, "lam_lce": 1.5, "lam_ent": 0.1, "lam_dis": 0.8},
     "fedios": {"alpha": 0.4, "lam": 0.3, "re_on": "raw"},
+    "fedsce": {"mu": 0.7, "p": 3, "R": 2},
 }
 # What a method must not be taken for: the same with its idea switched off, or its nearest relative.
 RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -65,6 +66,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "fed-co2": ("fed-co2", {"mu": 0.6}),
     "fedpick": ("fedpick", {"tau": 2.0, "lam_lce": 1.5, "lam_ent": 0.0, "lam_dis": 0.8}),
     "fedios": ("fedios", {"alpha": 0.4, "lam": 0.3, "re_on": "projected"}),
+    "fedsce": ("fedsce", {"mu": 0.6, "p": 3, "R": 2}),
 }
 NETWORKS: dict[str, dict[str, Any]] = {
     "plain": {"name": "smooth", "norm": False},
@@ -214,6 +216,17 @@ def test_options_agree_with_the_reference(name: str, hyper: dict[str, Any], uneq
     loop = trained(name, config_of("norm", 0.67), unequal, hyper)
     for client, scores in zip(loop.info.clients, reference(name, hyper, loop), strict=True):
         torch.testing.assert_close(scores_of(loop, client), scores, rtol=CLOSE, atol=CLOSE)
+
+
+def test_some_updates_enter_a_raw_subspace(unequal: Federation) -> None:
+    """Of FedSCE's options above: `raw` takes an update in when it is longer than 1, and that client trains again."""
+    method = structure({"p": 20, "mu": 33.0}, METHODS["fedsce"], "method")
+    loop, seen = loop_for(method, config_of("norm", 0.67), unequal), Collect()
+    assert loop.run([seen]) == "finished"
+    first, last = seen.records[1].logs["tinted"], seen.records[3].logs["tinted"]
+    assert first["update"] > 1
+    assert first["subspace/used"] < 0.1 < 0.9 < first["subspace/next"]
+    assert last["subspace/used"] > 10 * first["subspace/used"]
 
 
 @pytest.mark.parametrize("name", list(METHODS))

@@ -631,7 +631,8 @@ def test_traffic_by_hand() -> None:
     prototypes = 4 * (10 * 512 + 10)
 
     def of(name: str) -> tuple[Traffic, Traffic]:
-        return traffic(METHODS[name](), ModelConfig("cnn4"), classes=10, size=32, rounds=30)
+        (counted,) = traffic(METHODS[name](), ModelConfig("cnn4"), classes=10, size=32, rounds=30)
+        return counted.first, counted.last
 
     assert of("fedavg") == (Traffic(cnn4, cnn4), Traffic(cnn4, cnn4))
     assert of("local") == (Traffic(0, 0), Traffic(0, 0))

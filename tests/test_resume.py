@@ -52,7 +52,7 @@ def killed(command: list[str], run: Path, after: int, delay: float) -> bool:
     return alive
 
 
-METHODS = ["fedbn", "scaffold", "ditto", "lg-fedavg", "fedcp", "fed-co2", "fedpick", "fedios"]
+METHODS = ["fedbn", "scaffold", "ditto", "lg-fedavg", "fedcp", "fed-co2", "fedpick", "fedios", "fedsce"]
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -5,7 +5,8 @@
 
 Options follow the path: `folder:PATH?unreadable=skip,background=white`. A relative PATH starts at `data.root` where
 that is set, else at the current folder. The classes are the union over clients. Hidden files and folders are ignored.
-How an image becomes RGB pixels is said in `pictures.py`.
+How an image becomes RGB pixels is said in `pictures.py`. PATH/<client>/model.yaml may name the client's own model;
+`model.per_client: folder` asks for it.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+import yaml
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -35,6 +37,7 @@ NAMED = 5  # of a long list of mistakes, how many are named
 WORKERS = min(8, os.cpu_count() or 1)  # each may hold a large image
 LAYOUT = "expected PATH/<client>/<class>/ with images, or PATH/<client>/train/<class>/ and PATH/<client>/test/<class>/"
 CLUTTER = ("thumbs.db", "desktop.ini")
+MODEL = "model.yaml"  # a client's own model, in its folder
 
 
 class Item(NamedTuple):
@@ -85,18 +88,42 @@ def parse(name: str, base: str | None = None) -> tuple[Path, Options]:
     return root, structure(pairs, Options, f"the options of {name!r}")
 
 
+def own_models(config: DataConfig) -> dict[Path, Any]:
+    """What each client's model.yaml holds, by its path: a model's name, or a mapping with one. No image is read."""
+    root, _ = parse(config.name, config.root)
+    try:
+        files = [client / MODEL for client in _clients(root)]
+    except OSError as error:
+        raise DataError(f"{error.filename or root} cannot be listed: {error.strerror or error}.") from None
+    missing = [file.parent.name for file in files if not file.is_file()]
+    if missing:
+        raise DataError(
+            f"{root}: model.per_client is folder, so every client names its own model, but there is no {MODEL} in "
+            f"{', '.join(missing)}. Write one into each: a model's name, such as `resnet18`, or a mapping, such as "
+            "`{name: resnet18, width: 16}`."
+        )
+    return {file: _model(file) for file in files}
+
+
+def _model(file: Path) -> Any:
+    try:
+        held = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise DataError(f"{file} cannot be read as YAML: {error}") from None
+    if not isinstance(held.get("name") if isinstance(held, dict) else held, str):
+        raise DataError(
+            f"{file} holds {held!r}; expected a model's name, such as `resnet18`, or a mapping with a `name` and its "
+            "settings, such as `{name: resnet18, width: 16}`."
+        )
+    return held
+
+
 # --- what lies there -------------------------------------------------------------------------------------------------
 
 
 def _listed(root: Path) -> tuple[list[Item], list[str]]:
     """All image files in a fixed order, and all class names."""
-    if not root.is_dir():
-        what = "is not a folder" if root.exists() else "does not exist"
-        raise DataError(f"{root.absolute()} {what}; {LAYOUT}. A relative path starts at data.root, else here.")
-    clients, _ = _entries(root)
-    if not clients:
-        raise DataError(f"{root} holds no folders; {LAYOUT}.")
-    check_names("client", [client.name for client in clients])
+    clients = _clients(root)
     _one_layout(root, clients)
     items: list[Item] = []
     labels: set[str] = set()
@@ -118,6 +145,18 @@ def _listed(root: Path) -> tuple[list[Item], list[str]]:
         warnings.warn(f"{root}: ignored files that are not {kinds}: {_some(names)}.", stacklevel=2)
     check_names("class", sorted(labels))
     return items, sorted(labels)
+
+
+def _clients(root: Path) -> list[Path]:
+    """Every client's folder, in order."""
+    if not root.is_dir():
+        what = "is not a folder" if root.exists() else "does not exist"
+        raise DataError(f"{root.absolute()} {what}; {LAYOUT}. A relative path starts at data.root, else here.")
+    clients, _ = _entries(root)
+    if not clients:
+        raise DataError(f"{root} holds no folders; {LAYOUT}.")
+    check_names("client", [client.name for client in clients])
+    return clients
 
 
 def _one_layout(root: Path, clients: Sequence[Path]) -> None:

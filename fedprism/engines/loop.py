@@ -23,8 +23,9 @@ from fedprism.engines.inprocess import Engine, Request
 from fedprism.engines.wire import size
 from fedprism.errors import ConfigError, FedprismError
 from fedprism.federation import ClientData, Federation
-from fedprism.methods import METHODS, leaves
+from fedprism.methods import leaves
 from fedprism.methods.base import Info, Method, Now, State, Upload
+from fedprism.methods.mixed import check_mixed
 from fedprism.models import Arch
 
 States = dict[str, State | None]
@@ -104,6 +105,7 @@ class Loop:
                 uploads.append(Upload(client, answer.samples, answer.upload))
         if uploads:
             self.server = self._aggregate(uploads, now)
+            logs = {client: {**values, **now.logs.get(client, {})} for client, values in logs.items()}
         diverged = lost > 0 and lost == len(answers)
         if not uploads and not diverged and not self.kept_old:
             self.kept_old = True
@@ -204,12 +206,7 @@ def make_loop(
     method: Method, config: Config, info: Info, federation: Federation, engine: Engine, device: torch.device
 ) -> Loop:
     """A loop at its first state."""
-    if info.mixed and not method.mixed:
-        able = ", ".join(name for name, cls in METHODS.items() if cls().mixed)
-        raise ConfigError(
-            f"{method.id} averages weights, so all clients need one architecture, but model.per_client gives "
-            f"{len(set(info.archs.values()))}. Set one model.name, or choose a method that allows it: {able}."
-        )
+    check_mixed([method], info)
     models = {arch: method.build(arch, None, info, info.seed) for arch in dict.fromkeys(info.archs.values())}
     if config.train.batch < 2 and any(leaves.norms(model) for model in models.values()):
         raise ConfigError("train.batch is 1, but batch norm cannot train on one image; set train.batch to 2 or more.")

@@ -38,6 +38,7 @@ _FILES = (
     "fed_co2",
     "fedpick",
     "fedios",
+    "fedsce",
 )
 
 

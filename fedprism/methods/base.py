@@ -79,10 +79,15 @@ class Now:
     steps: Mapping[str, int] = field(default_factory=dict)  # optimiser steps done this round, by pass
     new: bool = False  # this client's first time
     device: torch.device = torch.device("cpu")
+    logs: dict[str, dict[str, float]] = field(default_factory=dict)  # of the server: client -> name -> value
 
     def rng(self, *purpose: int | str) -> torch.Generator:
         """A generator of this seed, round, client and purpose."""
         return keys.generator(self.info.seed, *purpose, self.round, self.client or "server", device=self.device)
+
+    def log(self, name: str, client: str, value: float) -> None:
+        """Record what the server found of a client this round, beside what the client itself logs."""
+        self.logs.setdefault(client, {})[name] = value
 
     @property
     def local(self) -> ClientData:
@@ -216,12 +221,13 @@ class Method:
     reveals: ClassVar[str] = "nothing beyond the average"
     # What its paper says where the configuration says `method`.
     bn: ClassVar[str] = "shared"  # shared | local | local-stats | local-affine; a setting may change it (Fed-CO2)
-    weighting: ClassVar[str] = "samples"  # samples | uniform
+    weighting: ClassVar[str] = "samples"  # samples | uniform | contribution: its own weights, else uniform
     broadcast: ClassVar[str] = "participants"  # participants | all
     trainers: ClassVar[str] = "participants"  # participants | all
     moment: ClassVar[str] = "received"  # when its paper tests
     has_global: ClassVar[bool] = False  # is there one model for everybody?
     shows: ClassVar[Mapping[str, str]] = {}  # what the names mean that it logs and shows
+    mixed_with: ClassVar[Mapping[str, Any]] = {}  # settings that `mixed` needs, where the defaults do not allow it
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

@@ -20,6 +20,19 @@ def part(model: nn.Module, *parts: str) -> Names:
     return tuple(name for name in model.state_dict() if name.startswith(tuple(f"{p}." for p in parts)))
 
 
+def last(model: nn.Module, layers: int) -> Names:
+    """The parameters of the last layers, or of all where there are fewer; norm layers count.
+
+    A layer is a module with parameters of its own. They are in the order in which they were defined, which in every
+    model here is that of the forward pass.
+    """
+    own = [
+        [f"{prefix}.{name}" if prefix else name for name, _ in module.named_parameters(recurse=False)]
+        for prefix, module in model.named_modules()
+    ]
+    return tuple(name for names in [names for names in own if names][-layers:] for name in names)
+
+
 def norms(model: nn.Module) -> Names:
     """The leaves of batch (and instance) norm layers: affine, statistics and counter."""
     return _of_norms(model, affine=True, running=True)

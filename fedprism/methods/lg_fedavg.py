@@ -24,6 +24,7 @@ class LGFedAvg(Method):
     stays = "the body (after the warm-up)"
     group = "split"
     weighting = "uniform"
+    mixed_with = {"warmup": 0}
 
     warmup: int = setting(10, "rounds of FedAvg that give everyone the first model", lambda v: v >= 0, "0 or more")
 
@@ -32,10 +33,19 @@ class LGFedAvg(Method):
         return self.warmup == 0
 
     def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
-        archs = set(info.archs.values()) if info.mixed else ()
-        heads = [{n: t.shape for n, t in a.model(seed).head.state_dict().items()} for a in archs]
-        if any(head != heads[0] for head in heads):
-            raise ConfigError("lg-fedavg averages heads, so all architectures need the same one; theirs differ.")
+        heads = {a.label: a.hollow().head.state_dict() for a in dict.fromkeys(info.archs.values())}
+        if len({frozenset(head) for head in heads.values()}) > 1:
+            layers = "; ".join(f"{label}: {', '.join(head)}" for label, head in heads.items())
+            raise ConfigError(
+                f"lg-fedavg averages heads, so all models need heads of the same layers, but they have {layers}. "
+                "Choose models whose heads agree, as those of all ResNets and vision transformers do."
+            )
+        if len({tuple(leaf.shape for leaf in head.values()) for head in heads.values()}) > 1:
+            widths = sorted({a.width for a in info.archs.values()})
+            raise ConfigError(
+                f"lg-fedavg averages heads, so all bodies need one number of features, but they have {widths}; "
+                "set model.features to auto or to a number, and leave it out of the entries of model.per_client."
+            )
         model = arch.model(seed)
         model.register_buffer("started", torch.tensor(False))  # has this client trained the body that is its own now?
         return model

@@ -1,12 +1,14 @@
 """Models: every one is an extractor (`body`) and a classifier (`head`) by construction; one family a file."""
 
 from fedprism.models.base import MODELS, Arch, Block, Family, Model, fresh, initialise, last_linear
-from fedprism.models.choose import architectures
+from fedprism.models.choose import architectures, named_arch
 from fedprism.models.cnn4 import CNN4
 from fedprism.models.digit6 import Digit6
 from fedprism.models.lenet_bn import LeNetBN
 from fedprism.models.mlp import MLP
-from fedprism.models.resnet18 import ResNet18
+from fedprism.models.resnet import ResNet18, ResNet34, ResNet50
+from fedprism.models.vit import ViTB16, ViTB32, ViTTiny
 
-__all__ = ["CNN4", "MLP", "MODELS", "Arch", "Block", "Digit6", "Family", "LeNetBN", "Model", "ResNet18"]
-__all__ += ["architectures", "fresh", "initialise", "last_linear"]
+__all__ = ["CNN4", "MLP", "MODELS", "Arch", "Block", "Digit6", "Family", "LeNetBN", "Model"]
+__all__ += ["ResNet18", "ResNet34", "ResNet50", "ViTB16", "ViTB32", "ViTTiny"]
+__all__ += ["architectures", "fresh", "initialise", "last_linear", "named_arch"]

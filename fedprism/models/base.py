@@ -1,8 +1,9 @@
 """What a model is: an ordered list of named blocks, cut into a body and a head at one of its fully connected layers.
 
 A family (one a file beside this one) is a frozen dataclass: its fields are its settings, its `blocks` are the network.
-`Arch` is a family with settings, classes, image shape and cut; it makes models whose first weights are keyed by the
-seed and by each module's name in the uncut network, so they depend neither on the cut nor on any other module.
+`Arch` is a family with settings, classes, image shape, cut and number of features; it makes models whose first weights
+are keyed by the seed and by each module's name in the uncut network, so they depend neither on the cut nor on any other
+module.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from fedprism import keys
 from fedprism.config import structure
 from fedprism.errors import ConfigError, FedprismError
+from fedprism.models import adapter as adapters
 from fedprism.registry import Registry
 
 Block = tuple[str, nn.Module]
@@ -120,6 +122,8 @@ class Arch:
     shape: tuple[int, int, int]  # channels, height, width
     head_layers: int | str = 1  # how many of the fully connected layers are the head, or "all"
     settings: tuple[tuple[str, Any], ...] = ()  # of the family; defaults are filled in
+    features: int | None = None  # bring the body's features to so many; None: as the family makes them
+    adapter: str = "pool"  # how: pool (means of neighbours, no parameters) or linear (a layer)
 
     def __post_init__(self) -> None:
         kind = MODELS[self.name]
@@ -133,28 +137,67 @@ class Arch:
                 f"{self.name} needs images of {least} x {least} pixels or more, and these are {height} x {width}; "
                 f"set data.image_size to {least} or more, or choose another model."
             )
-        self._cut(self._blocks())
+        adapters.check(self.features, self.adapter)
+        if self.features in (None, self._body_width()):  # nothing to adapt: equal to an Arch that never asked
+            object.__setattr__(self, "features", None)
+            object.__setattr__(self, "adapter", "pool")
 
     def model(self, seed: int) -> Model:
         """Body and head with their first weights, on the CPU."""
-        blocks = self._blocks()
+        blocks, cut = self._blocks()
         for name, block in blocks:
             initialise(_allocate(name, block), seed, name)
-        cut = self._cut(blocks)
-        return Model(nn.Sequential(OrderedDict(blocks[:cut])), nn.Sequential(OrderedDict(blocks[cut:])))
+        return _model(blocks, cut)
+
+    def hollow(self) -> Model:
+        """Body and head without storage, on the meta device: for names, shapes and numbers of parameters."""
+        return _model(*self._blocks())
 
     @cached_property
     def width(self) -> int:
         """How many features go from body to head."""
-        blocks = self._blocks()
-        first = blocks[self._cut(blocks)][1]
-        assert isinstance(first, nn.Linear)
-        return first.in_features
+        return self.features or self._body_width()
 
-    def _blocks(self) -> list[Block]:
-        """The network without storage: weights are drawn once, by key, and not first by the constructors."""
+    @cached_property
+    def parameters(self) -> int:
+        """How many parameters body and head have."""
+        return sum(parameter.numel() for parameter in self.hollow().parameters())
+
+    @property
+    def label(self) -> str:
+        """The name, with what differs from the defaults.
+
+        >>> Arch("resnet18", classes=10, shape=(3, 32, 32), settings=(("width", 16),), features=64).label
+        'resnet18 (width 16, features 64)'
+        """
+        settings = dict(self.settings)
+        for f in dataclasses.fields(MODELS[self.name]):
+            if f.default is not dataclasses.MISSING and f.default == settings[f.name]:
+                del settings[f.name]
+        own = {f.name: f.default for f in dataclasses.fields(self) if f.name in ("head_layers", "features", "adapter")}
+        settings |= {name: getattr(self, name) for name, default in own.items() if getattr(self, name) != default}
+        words = (f"{k} {list(v) if isinstance(v, tuple) else v}" for k, v in settings.items())
+        return f"{self.name} ({', '.join(words)})" if settings else self.name
+
+    def _uncut(self) -> list[Block]:
+        """The family's network without storage: weights are drawn once, by key, and not first by the constructors."""
         with torch.device("meta"):
             return MODELS[self.name](**dict(self.settings)).blocks(self.classes, self.shape)
+
+    def _body_width(self) -> int:
+        """How many features the body makes before they are adapted."""
+        blocks = self._uncut()
+        return _linear(blocks[self._cut(blocks)][1]).in_features
+
+    def _blocks(self) -> tuple[list[Block], int]:
+        """The whole network without storage, and which block is the head's first."""
+        blocks = self._uncut()
+        cut = self._cut(blocks)
+        if self.features is None:
+            return blocks, cut
+        with torch.device("meta"):
+            between = adapters.adapt(self.adapter, _linear(blocks[cut][1]), self.features)
+        return [*blocks[:cut], ("adapter", between), *blocks[cut:]], cut + 1
 
     def _cut(self, blocks: list[Block]) -> int:
         """Which block is the head's first."""
@@ -167,3 +210,12 @@ class Arch:
                 f"model.head_layers is {self.head_layers!r}, and {self.name} has {has}; set it to {can} or all."
             )
         return linears[-wanted]
+
+
+def _linear(block: nn.Module) -> nn.Linear:
+    assert isinstance(block, nn.Linear)
+    return block
+
+
+def _model(blocks: list[Block], cut: int) -> Model:
+    return Model(nn.Sequential(OrderedDict(blocks[:cut])), nn.Sequential(OrderedDict(blocks[cut:])))

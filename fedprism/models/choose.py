@@ -1,4 +1,7 @@
-"""Which client gets which architecture: one for all, a list dealt in turn, or a map by client name."""
+"""Which client gets which architecture: one for all, a list dealt in turn, or a map by client name.
+
+Where architectures differ, so may the widths of their features; `model.features` says how they are brought together.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +13,37 @@ from fedprism.config import ModelConfig
 from fedprism.errors import ConfigError, unknown
 from fedprism.models.base import MODELS, Arch
 
+OWN = ("name", "head_layers", "features", "adapter")  # keys that are not settings of the named model
+
 
 def architectures(
     config: ModelConfig, clients: Sequence[str], classes: int, shape: tuple[int, int, int]
 ) -> dict[str, Arch]:
     """Every client's architecture; `per_client` as a list gives client m its m mod len-th entry."""
     if config.per_client is None:
-        _check_keys(config.name, config.settings, ("name", "head_layers", "per_client"), "model")
-        arch = Arch(config.name, classes, shape, config.head_layers, tuple(config.settings.items()))
-        return dict.fromkeys(clients, arch)
+        _check_keys(config.name, config.settings, (*OWN, "per_client"), "model")
+        entry = {**config.settings, "name": config.name}
+        return dict.fromkeys(clients, _arch(_whole(entry, config, "model"), classes, shape))
     if config.settings:
         names = ", ".join(sorted(config.settings))
         raise ConfigError(
             f"model.{names} stands beside model.per_client; write it into the entries, as {{name: …, {names}: …}}."
         )
-    return {
-        client: _arch(entry, config, f"model.per_client of {client!r}", classes, shape)
+    dealt = {
+        client: _whole(entry, config, f"model.per_client of {client!r}")
         for client, entry in _deal(config.per_client, clients).items()
     }
+    archs = {client: _arch(entry, classes, shape) for client, entry in dealt.items()}
+    fewest = min(arch.width for arch in archs.values())  # where all widths are equal, this asks for no adapter
+    return {
+        client: _arch({**entry, "features": fewest}, classes, shape) if entry["features"] == "auto" else archs[client]
+        for client, entry in dealt.items()
+    }
+
+
+def named_arch(entry: Any, where: str, classes: int, shape: tuple[int, int, int]) -> Arch:
+    """The architecture of a name or a mapping by itself, such as the auxiliary model of a method; `where` it stands."""
+    return _arch(_whole(entry, ModelConfig(), where), classes, shape)
 
 
 def _check_keys(model: str, given: Mapping[str, Any], own: Sequence[str], where: str) -> None:
@@ -50,16 +66,26 @@ def _deal(per_client: Any, clients: Sequence[str]) -> dict[str, Any]:
     if isinstance(per_client, list | tuple) and per_client:
         return {client: per_client[place % len(per_client)] for place, client in enumerate(clients)}
     raise ConfigError(
-        f"model.per_client is {per_client!r}; expected a list of models, or a map from client names to models."
+        f"model.per_client is {per_client!r}; expected a list of models, a map from client names to models, or folder."
     )
 
 
-def _arch(entry: Any, config: ModelConfig, where: str, classes: int, shape: tuple[int, int, int]) -> Arch:
+def _whole(entry: Any, config: ModelConfig, where: str) -> dict[str, Any]:
+    """An entry with every key: what it does not say itself, `model` says for all."""
     raw = {"name": entry} if isinstance(entry, str) else entry
     if not isinstance(raw, Mapping) or not isinstance(raw.get("name"), str):
         raise ConfigError(
             f"{where} is {entry!r}; expected a model's name, or a mapping with a `name` and its settings."
         )
-    _check_keys(raw["name"], raw, ("name", "head_layers"), where)
-    settings = tuple((key, value) for key, value in raw.items() if key not in ("name", "head_layers"))
-    return Arch(raw["name"], classes, shape, raw.get("head_layers", config.head_layers), settings)
+    if raw["name"] not in MODELS:
+        raise ConfigError(f"{where}: {unknown('model', raw['name'], list(MODELS))}")
+    _check_keys(raw["name"], raw, OWN, where)
+    if raw.get("features") == "auto":
+        raise ConfigError(f"{where} has features: auto, which is for all clients together; set a number or own.")
+    return {"head_layers": config.head_layers, "features": config.features, "adapter": config.adapter, **raw}
+
+
+def _arch(entry: Mapping[str, Any], classes: int, shape: tuple[int, int, int]) -> Arch:
+    settings = tuple((key, value) for key, value in entry.items() if key not in OWN)
+    features = None if entry["features"] in ("auto", "own") else entry["features"]
+    return Arch(entry["name"], classes, shape, entry["head_layers"], settings, features, entry["adapter"])

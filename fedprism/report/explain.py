@@ -6,21 +6,25 @@ import ast
 import dataclasses
 import inspect
 import typing
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fedprism import keys
-from fedprism.config import Config, ModelConfig, structure
-from fedprism.engines.client import make_info
-from fedprism.engines.inprocess import InProcess
+from fedprism.config import Config, ModelConfig, Named, structure
+from fedprism.data.progress import progress
+from fedprism.engines.client import Failure, Job, Result, make_info, make_now, open_slot
+from fedprism.engines.inprocess import InProcess, Request
 from fedprism.engines.loop import make_loop
 from fedprism.federation import Federation
-from fedprism.methods.base import Method
+from fedprism.methods import METHODS
+from fedprism.methods.base import Me, Method, State
+from fedprism.models import Arch
 
-_CLIENTS = ("one", "two")
 REQUIRED = "(required)"  # instead of a default
 
 
@@ -32,6 +36,15 @@ class Traffic:
     up: int
 
 
+@dataclass(frozen=True)
+class Counted:
+    """Traffic of a client of one architecture, in the first and the last round."""
+
+    arch: Arch
+    first: Traffic
+    last: Traffic
+
+
 _WORDS = {
     "bn": {
         "shared": "shared",
@@ -39,7 +52,11 @@ _WORDS = {
         "local-stats": "affine parameters shared, statistics local",
         "local-affine": "statistics shared, affine parameters local",
     },
-    "weighting": {"samples": "by their training images", "uniform": "the same"},
+    "weighting": {
+        "samples": "by their training images",
+        "uniform": "the same",
+        "contribution": "by what the method finds that they contribute",
+    },
     "broadcast": {"participants": "the clients that take part in the round", "all": "all clients"},
     "moment": {
         "received": "what a client receives, before it trains (received)",
@@ -64,10 +81,17 @@ def facts_of(method: Method) -> dict[str, str]:
         "batch norm": _WORDS["bn"][method.bn],
         **(of_server if method.shares != "nothing" else {}),
         "its paper tests": _WORDS["moment"][method.moment],
-        "architectures": "may differ between clients" if method.mixed else "the same for all clients",
+        "architectures": _architectures(method),
         "one global model": "yes" if method.has_global else "no",
         **({"shows of itself": "; ".join(f"{n}: {says}" for n, says in method.shows.items())} if method.shows else {}),
     }
+
+
+def _architectures(method: Method) -> str:
+    needed = ", ".join(f"{name}: {value}" for name, value in method.mixed_with.items())
+    if method.mixed:
+        return "may differ between clients"
+    return "the same for all clients" + (f"; with {needed} they may differ" if needed else "")
 
 
 def settings_of(cls: type[Method]) -> list[tuple[str, Any, str, str]]:
@@ -95,31 +119,86 @@ def _choices(kind: Any) -> list[str]:
 def _default(field: dataclasses.Field[Any]) -> Any:
     if field.default is not dataclasses.MISSING:
         return field.default
-    return field.default_factory() if field.default_factory is not dataclasses.MISSING else REQUIRED
+    if field.default_factory is dataclasses.MISSING:
+        return REQUIRED
+    made = field.default_factory()
+    return made.name if isinstance(made, Named) and not made.settings else made
 
 
-def traffic(method: Method, model: ModelConfig, classes: int, size: int, rounds: int) -> tuple[Traffic, Traffic]:
-    """What a client is sent and sends in the first and the last of `rounds` rounds, counted in real rounds on noise."""
+def traffic(method: Method, model: ModelConfig, classes: int, size: int, rounds: int) -> list[Counted]:
+    """What a client of each architecture is sent and sends, counted in real rounds on noise.
+
+    There are as many clients as `model.per_client` lists, else two. What a built-in method sends has the same size
+    whatever was learnt, so there nothing is trained: a big model would take minutes.
+    """
     config = structure({"train": {"rounds": rounds}, "evaluate": {"moments": []}}, Config)
-    config = dataclasses.replace(config, model=model)
-    federation = _noise(classes, size)
+    config = replace(config, model=model)
+    known = type(method) in [cls for _, cls in METHODS.items()]
+    listed = model.per_client if isinstance(model.per_client, list | tuple) else ()
+    names = [f"client {number}" for number in range(1, max(len(listed), 2) + 1)]
+    each = _noise(classes, size, images=2 if known else max(classes, 2))
+    labels = tuple(str(label) for label in range(classes))
+    federation = Federation.from_arrays(dict.fromkeys(names, each), name="noise", class_names=labels)
     info = make_info(config, federation.names, classes, federation.shape)
-    device = torch.device("cpu")
-    loop = make_loop(method, config, info, federation, InProcess(method, config, info, federation, device), device)
-    # The last round twice: what is sent only once after a warm-up has then been sent.
-    records = [loop.one_round(round)[0] for round in (0, rounds - 1, rounds - 1)]
-    sizes = [Traffic(record.down.get(_CLIENTS[0], 0), record.up.get(_CLIENTS[0], 0)) for record in records]
-    return sizes[0], sizes[-1]
+    kind = Untrained if known else InProcess
+    played = (0, rounds - 1, rounds - 1)  # the last one twice: what is sent once after a warm-up has then been sent
+    with progress("counting bytes", 1 + len(played)) as step:
+        engine = kind(method, config, info, federation, torch.device("cpu"))
+        loop = make_loop(method, config, info, federation, engine, engine.device)
+        step()
+        records = []
+        for round in played:
+            records.append(loop.one_round(round)[0])
+            step()
+    counted = []
+    for arch in dict.fromkeys(info.archs.values()):
+        client = next(name for name in names if info.archs[name] == arch)
+        first, *_, last = (Traffic(record.down.get(client, 0), record.up.get(client, 0)) for record in records)
+        counted.append(Counted(arch, first, last))
+    return counted
 
 
-def _noise(classes: int, size: int) -> Federation:
-    """Two clients with one image a class."""
-    n = max(classes, 2)
-    x = torch.randint(0, 256, (n, 3, size, size), generator=keys.generator("explain"), dtype=torch.uint8)
-    y = torch.arange(n) % classes
-    names = tuple(str(label) for label in range(classes))
-    part = {"train": (x, y), "validation": (x[:1], y[:1]), "test": (x[:1], y[:1])}
-    return Federation.from_arrays(dict.fromkeys(_CLIENTS, part), name="noise", class_names=names)
+class Untrained(InProcess):
+    """Every hook of a client but its losses: what it is sent and sends has its shape, and no value means anything.
+
+    A client's slot is its state, so that a big model is not copied in every round.
+    """
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.own: dict[str, Me] = {}
+
+    def train(self, round: int, requests: Mapping[str, Request]) -> dict[str, Result | Failure]:
+        return {client: self._answer(client, round, request.down) for client, request in requests.items()}
+
+    @torch.no_grad()
+    def _answer(self, client: str, round: int, down: State) -> Result:
+        new = client not in self.own
+        job = Job(self.method, self.config, self.info, self.clients[client], round, self.device, self.public)
+        if new:
+            self.own[client] = open_slot(job)
+        me = self.own[client]
+        now = make_now(self.method, self.config, self.info, me.model, round, client)
+        now = replace(now, data=job.data, public=job.public, new=new)
+        now = replace(now, down=self.method.decode(down, now))
+        self.method.receive(me, now)
+        passes = self.method.passes(me, now)
+        if passes:
+            self.method.start(me, now)
+        for each in passes:
+            if each.start is not None:
+                each.start(me, now)
+            now = replace(now, steps={**now.steps, each.name: 1})  # SCAFFOLD divides by their number
+            if each.end is not None:
+                each.end(me, now)
+        return Result({}, self.method.encode(self.method.upload(me, now), now), len(job.data.train), {}, {})
+
+
+def _noise(classes: int, size: int, images: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """One client's images."""
+    x = torch.randint(0, 256, (images, 3, size, size), generator=keys.generator("explain"), dtype=torch.uint8)
+    y = torch.arange(images) % classes
+    return {"train": (x, y), "validation": (x[:1], y[:1]), "test": (x[:1], y[:1])}
 
 
 def code_lines(cls: type) -> int:

@@ -17,7 +17,8 @@ from fedprism.errors import FedprismError
 from fedprism.federation import ClientData, Federation, make_federation
 from fedprism.methods import METHODS
 from fedprism.records import Protocol, RunRecord, atomic
-from fedprism.report import figures
+from fedprism.report import figures, formats
+from fedprism.report.models import architectures_of, models
 from fedprism.report.table import GAIN, LOCAL, MANY, Table, grouped, table
 
 _SHOWN = 12  # clients whose images are shown
@@ -51,6 +52,7 @@ def page(
         ("Accuracy over rounds", _curves(records, result.protocol)),
         ("Gain of each client over training alone", _gains(result)),
         ("Inside each method", _inside(records)),
+        ("What each client trains", _models(records)),
         ("What each client sees", _pictures(first, federation)),
         ("Traffic and time", _traffic(records)),
         ("What was run", _settings(records)),
@@ -132,6 +134,26 @@ def _inside(records: Sequence[RunRecord]) -> str:
     return "\n".join([f'<p class="note">{escape(note)}</p>', *parts])
 
 
+def _models(records: Sequence[RunRecord]) -> str:
+    """The clients' architectures, where they differ; for each method by itself where some have others."""
+    shown: dict[str, list[str]] = {}
+    for label, group in grouped(records).items():
+        grid, held = models(group[0]), list(architectures_of(group[0]).values())
+        if grid is not None:
+            shown.setdefault(formats.html(grid), []).append(label)
+        elif held:
+            arch = held[0]
+            words = f"{arch.label} for all clients: {arch.parameters:,} parameters, {arch.width} features."
+            shown.setdefault(f"<p>{escape(words)}</p>", []).append(label)
+    if not any("<table>" in text for text in shown):
+        return ""
+    note = "Parameters of a client’s model, and the number of features that its body gives to its head."
+    parts = [f'<p class="note">{escape(note)}</p>']
+    for text, labels in shown.items():
+        parts += [f"<h3>{escape(', '.join(labels))}</h3>"] * (len(shown) > 1) + [text]
+    return "\n".join(parts)
+
+
 def _pictures(record: RunRecord, federation: Federation | None) -> str:
     if record.config.data.name.startswith("folder:"):
         return "<p>The images of real sites are not put into this page, so that it can be passed on.</p>"
@@ -205,12 +227,12 @@ def _bar(share: float) -> str:
 def _settings(records: Sequence[RunRecord]) -> str:
     first = records[0]
     train, machine, versions = first.config.train, first.info.get("machine", {}), first.info.get("versions", {})
-    model = first.config.model.name if first.config.model.per_client is None else "one a client"
+    archs = dict.fromkeys(arch.label for record in records for arch in architectures_of(record).values())
     facts = {
         "methods": ", ".join(grouped(records)),
         "seeds": ", ".join(str(seed) for seed in sorted({record.seed for record in records})),
         "data": f"{first.config.data.name}, {len(first.clients)} clients, {len(first.class_names)} classes",
-        "model": model,
+        "model": "; ".join(archs) or first.config.model.name,
         "rounds": f"{train.rounds}, {train.epochs} local epochs, batch {train.batch}",
         "versions": ", ".join(f"{name} {value}" for name, value in versions.items()),
         "machine": ", ".join(f"{name}: {value}" for name, value in machine.items() if value is not None),

@@ -1,0 +1,39 @@
+"""Clients of different architectures: which methods allow them, and what is said of those that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fedprism.errors import ConfigError
+from fedprism.methods import METHODS
+from fedprism.methods.base import Info, Method
+
+
+def allowing() -> list[str]:
+    """The built-in methods that allow it, each as `method:` of a configuration has it."""
+    found = []
+    for name, cls in METHODS.items():
+        if cls().mixed:
+            found.append(name)
+        elif cls.mixed_with:
+            needed = ", ".join(f"{key}: {value}" for key, value in cls.mixed_with.items())
+            found.append(f"{{name: {name}, {needed}}}")
+    return found
+
+
+def check_mixed(methods: Sequence[Method], info: Info) -> None:
+    """Refuse clients of different architectures, naming every method that needs one for all."""
+    unable = [method.id for method in methods if not method.mixed]
+    if not info.mixed or not unable:
+        return
+    names = " and ".join(part for part in (", ".join(unable[:-1]), unable[-1]) if part)
+    archs = dict.fromkeys(info.archs.values())
+    raise ConfigError(
+        f"{names} {'need' if len(unable) > 1 else 'needs'} one architecture for all clients, but model.per_client "
+        f"gives {len(archs)}: {_some([arch.label for arch in archs])}. Set one model.name, or choose a method that "
+        f"allows different ones: {', '.join(allowing())}."
+    )
+
+
+def _some(labels: Sequence[str]) -> str:
+    return ", ".join(labels[:5]) + (f" and {len(labels) - 5} more" if len(labels) > 5 else "")
