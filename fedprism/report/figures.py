@@ -35,6 +35,7 @@ DARK = ("#5aaee8", "#f58a4b", "#35c79d", "#e69ac6", "#f0b93f", "#a5daf7")
 INKS = {"ink": ("#1c2024", "#e8eaed"), "muted": ("#5f6871", "#a3acb5"), "grid": ("#dfe3e7", "#343b43")}
 _DASHES = ((0, ()), (0, (5, 1.5)), (0, (1.5, 1.2)))  # beyond six methods, the same colours in another dash
 _NAMED = 40  # more clients than this are drawn without names
+_ACROSS, _TALL = 2, 3.05  # panels in a row, and their height in inches
 
 
 def available() -> bool:
@@ -162,29 +163,23 @@ def inside_svg(group: Sequence[RunRecord], name: str, says: str, width: float = 
     shown = panels(group)
     if not shown:
         return ""
-    across, tall, left, right = 2, 3.05, 0.6, 1.42  # a panel's height and margins in inches
-    down, wide = -(-len(shown) // across), width / across
-    with _figure(width, tall * down) as canvas:
-        for place, panel in enumerate(shown):
-            x, y = place % across * wide, (down - 1 - place // across) * tall
-            start, end = (x + right, x + wide - 0.2) if panel.boxes else (x + left, x + wide - right)
-            box = (start / width, (y + 0.5) / tall / down, (end - start) / width, 2.1 / tall / down)
-            axes, top = canvas.add_axes(box), (y + tall - 0.1) / tall / down
-            canvas.text((x + 0.02) / width, top, panel.title, color=_STAND_INS.ink, fontsize=9.5, va="center")
-            if panel.boxes:
-                _draw_boxes(axes, panel.boxes, _STAND_INS)
-            else:
-                _draw_curves(axes, panel.lines, _STAND_INS, panel.percent, 11 if panel.percent else 15)
+    with _figure(width, _TALL * _rows(shown)) as canvas:
+        _draw_panels(canvas, shown, _STAND_INS, width)
         return _inline(canvas, name, escape(says))
+
+
+def inside_figure(shown: Sequence[Panel], path: str | Path, width: float = 9.2) -> Path:
+    """Chosen panels, as `panels` gives them, as a PNG or SVG file."""
+    path = _checked(path)
+    with _figure(width, _TALL * _rows(shown)) as canvas:
+        _draw_panels(canvas, shown, _PLAIN, width)
+        return _written(canvas, path)
 
 
 def figure(records: Sequence[RunRecord], path: str | Path, protocol: Protocol | str | None = None) -> Path:
     """Curves and gains side by side as a PNG or SVG file, for a README or a slide."""
-    if not available():
-        raise FedprismError("figures need matplotlib: pip install 'fedprism[report]'.")
-    result, path = table(records, protocol), Path(path)
-    if path.suffix not in (".png", ".svg"):
-        raise FedprismError(f"{path} ends in {path.suffix!r}; a figure is written as .png or .svg.")
+    path = _checked(path)
+    result = table(records, protocol)
     rows = _gaining(result)
     with _figure(13.0, 4.4) as canvas:
         axes = canvas.add_axes((0.04, 0.12, 0.36 if rows else 0.84, 0.77))
@@ -193,13 +188,45 @@ def figure(records: Sequence[RunRecord], path: str | Path, protocol: Protocol | 
         if rows:
             canvas.text(0.505, 0.945, "Gain over training alone, by client", color=_PLAIN.ink, fontsize=11, va="center")
             _draw_gains(canvas, rows, result.clients, _PLAIN, (0.56, 0.0, 0.995, 0.9), _across(rows))
-        out = BytesIO()
-        canvas.savefig(out, format=path.suffix[1:], dpi=160, facecolor="white", metadata=_undated(path.suffix))
+        return _written(canvas, path)
+
+
+def _checked(path: str | Path) -> Path:
+    """Where a figure goes, once it is known that it can be drawn."""
+    if not available():
+        raise FedprismError("figures need matplotlib: pip install 'fedprism[report]'.")
+    path = Path(path)
+    if path.suffix not in (".png", ".svg"):
+        raise FedprismError(f"{path} ends in {path.suffix!r}; a figure is written as .png or .svg.")
+    return path
+
+
+def _written(canvas: Any, path: Path) -> Path:
+    out = BytesIO()
+    canvas.savefig(out, format=path.suffix[1:], dpi=160, facecolor="white", metadata=_undated(path.suffix))
     atomic.write(path, out.getvalue())
     return path
 
 
 # --- drawing ---------------------------------------------------------------------------------------------------------
+
+
+def _rows(shown: Sequence[Panel]) -> int:
+    return -(-len(shown) // _ACROSS)
+
+
+def _draw_panels(canvas: Any, shown: Sequence[Panel], theme: Theme, width: float) -> None:
+    left, right, down, wide = 0.6, 1.42, _rows(shown), width / _ACROSS  # a panel's margins and width in inches
+    for place, panel in enumerate(shown):
+        x, y = place % _ACROSS * wide, (down - 1 - place // _ACROSS) * _TALL
+        start, end = (x + right, x + wide - 0.2) if panel.boxes else (x + left, x + wide - right)
+        box = (start / width, (y + 0.5) / _TALL / down, (end - start) / width, 2.1 / _TALL / down)
+        axes, top = canvas.add_axes(box), (y + _TALL - 0.1) / _TALL / down
+        canvas.text((x + 0.02) / width, top, panel.title, color=theme.ink, fontsize=9.5, va="center")
+        if panel.boxes:
+            _draw_boxes(axes, panel.boxes, theme)
+        else:
+            _draw_curves(axes, panel.lines, theme, panel.percent, 11 if panel.percent else 15)
 
 
 def _draw_curves(axes: Axes, lines: Mapping[str, Curve], theme: Theme, percent: bool = True, letters: int = 99) -> None:
