@@ -20,12 +20,14 @@ METHODS = {
     "fed-co2": [],
     "fedpick": ["method.tau=10", "method.lam_lce=10", "method.lam_dis=10"],
     "fedios": ["method.lam=0"],
+    "fedsce": ["method.p=1"],
 }
 ABLATIONS = {
     "fedcp": ["method.without=[cpn,gh]"],
     "fed-co2": ["method.intra=none", "method.inter=none"],
     "fedpick": ["method.pfsm=false"],
     "fedios": ["method.lam=0", "method.without=[projections]"],
+    "fedsce": ["method.without=[lsl,ce]"],
 }
 CASES = [*((name, given) for name, given in METHODS.items()), *((name, given) for name, given in ABLATIONS.items())]
 
@@ -90,3 +92,29 @@ def test_learns_office(method: str, unpacked: Path, tmp_path: Path) -> None:
         config_of(unpacked, "office", f"method={{name: {method}}}", *small), "office", out=tmp_path / "run"
     )
     assert outcome(run.record, Protocol.parse("trained,last")).mean > 0.35
+
+
+@pytest.mark.parametrize("method", ["local", "fedproto", "fedsce"])
+def test_different_architectures_learn_real_digits(method: str, unpacked: Path, tmp_path: Path) -> None:
+    """A model a domain; features of 64, 64, 128 and 64 numbers meet at 64."""
+    models = "[lenet-bn, mlp, {name: resnet18, width: 16, stem: small}, lenet-bn]"
+    given = [f"method={{name: {method}}}", f"model={{per_client: {models}}}", "train.clip=1"]
+    config = read(
+        ROOT / "experiments" / "digits.yaml",
+        [*given, "train.rounds=15", "train.optimizer.lr=0.05", f"data.name=folder:{unpacked / 'digits'}"],
+    )
+    run = api.run_config(config, "digits", out=tmp_path / "run")
+    assert len({frozenset(model.module.state_dict()) for model in run.models.values()}) == 3
+    assert outcome(run.record).mean > 0.45
+
+
+def test_the_papers_five_architectures_take_part_in_one_run(unpacked: Path, tmp_path: Path) -> None:
+    """Full-sized ResNets and ViT-Bs on photographs of 64 x 64 pixels, one round; the rest is a matter of time."""
+    small = ["data.partition.clients=8", "data.samples=8", "train.rounds=1", "train.epochs=1", "train.batch=8"]
+    given = [*small, f"data.name=folder:{unpacked / 'office'}", "method={name: fedsce}"]
+    run = api.run_config(read(ROOT / "experiments" / "office-mixed.yaml", given), "office", out=tmp_path / "run")
+    last = run.record.rounds[-1]
+    assert not last.failed
+    assert set(last.up.values()) == {44_765_136}  # a ResNet-18 for ten classes with its statistics, and two distances
+    assert sum(logs["weight"] for logs in last.logs.values()) == pytest.approx(1)
+    assert len(set(run.record.info["parameters"].values())) >= 5
