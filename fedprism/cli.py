@@ -475,7 +475,7 @@ def explain(
         _print_counted(counted, data, rounds)
         return
     (one,) = counted
-    where, first, last = f"{one.arch.label}, {data}, two clients", one.first, one.last
+    where, first, last = f"{one.arch.label}, {data}, {one.clients} clients", one.first, one.last
     out.print(Text(f"A client and round, {where}: {_bytes(first.down)} down, {_bytes(first.up)} up."))
     if last != first:
         out.print(Text(f"In the last of {rounds} rounds: {_bytes(last.down)} down, {_bytes(last.up)} up."))
@@ -515,7 +515,7 @@ def _model(text: str) -> ModelConfig:
 def _print_counted(counted: Sequence[Counted], data: str, rounds: int) -> None:
     """A row an architecture, with the bytes of a client that has it."""
     out, last = _out(), any(each.last != each.first for each in counted)
-    out.print(Text(f"A client and round, {data}, one client a model:"))
+    out.print(Text(f"A client and round, {data}, {sum(each.clients for each in counted)} clients:"))
     table = RichTable(box=None, pad_edge=False, header_style="bold")
     table.add_column("model", no_wrap=True)
     more = (f"down, round {rounds}", f"up, round {rounds}") if last else ()

@@ -261,6 +261,10 @@ def _model(raw: Any, _: Any) -> ModelConfig:
         raise ConfigError(f"{raw!r} is neither a model's name nor a mapping")
     if not isinstance(raw.get("name", ""), str):
         raise ConfigError(f"{raw['name']!r} is not a model's name")
+    if "name" in raw and raw.get("per_client") is not None:
+        raise ConfigError(
+            f"the model {raw['name']!r} stands beside per_client, which names each client's own; take one of them away"
+        )
     own = {f.name for f in dataclasses.fields(ModelConfig)} - {"settings"}
     known = {k: v for k, v in raw.items() if k in own}
     kinds = typing.get_type_hints(ModelConfig)
@@ -412,6 +416,10 @@ def override(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]
             )
             level = level[name]
         level[keys[-1]] = parsed
+        if keys == ["model", "name"]:  # one model for all, or one a client: what is set last holds
+            level.pop("per_client", None)
+        elif keys == ["model", "per_client"] and parsed is not None:
+            level.pop("name", None)
     return result
 
 

@@ -69,6 +69,7 @@ def test_writing_and_reading_loses_nothing(raw: dict[str, Any], tmp_path: Path) 
         ({"train": {"optimizer": {"lr": -1}}}, "train.optimizer.lr is -1.0; expected above 0"),
         ({"train": {"bn": "lokal"}}, "Did you mean 'local'?"),
         ({"train": 3}, "@ train"),
+        ({"model": {"name": "mlp", "per_client": ["mlp"]}}, "the model 'mlp' stands beside per_client"),
         ({"clients": {"participation": 0}}, "expected above 0 to 1, or [lo, hi]"),
         ({"clients": {"participation": [0.9, 0.1]}}, "clients.participation is (0.9, 0.1)"),
         ({"clients": {"participation": [0.1, 0.2, 0.3]}}, "clients.participation"),
@@ -141,3 +142,12 @@ def test_settings_of_a_method_have_lines_of_their_own() -> None:
     assert "\nmethod:\n  name: fedcp  # `fedprism list" in text
     assert "\n  lam: 1.0  # weight of it\n  without: [cpn, gh]\n" in text
     assert structure(yaml.safe_load(text), Config) == config
+
+
+def test_one_model_or_one_a_client_is_what_was_set_last() -> None:
+    listed = {"model": {"per_client": ["mlp", "cnn4"]}}
+    assert override(listed, ["model.name=mlp"])["model"] == {"name": "mlp"}
+    assert override(listed, ["model=mlp"])["model"] == "mlp"
+    assert override({}, ["model.per_client=[mlp, cnn4]"])["model"] == listed["model"]
+    assert override({"model": "mlp"}, ["model.per_client=[mlp, cnn4]"])["model"] == listed["model"]
+    assert structure(override(listed, ["model.per_client=null"]), Config).model == Config().model

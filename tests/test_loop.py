@@ -251,9 +251,39 @@ def test_check_upload_by_hand() -> None:
     assert check_upload(good, declared, server) is None
     refused = check_upload({**good, "n": torch.tensor(float("inf"))}, declared, server)
     assert refused == Failure("n in its upload is not finite", non_finite=True)
+    refused = check_upload({**good, "n": torch.ones(3)}, declared, server)
+    assert refused == Failure("n in its upload is torch.float32 of shape (3,), expected torch.float32 of shape ()")
     refused = check_upload({"w": torch.ones(2)}, declared, server)
     assert refused is not None
     assert not refused.non_finite
+
+
+@dataclass(frozen=True)
+class Telling(Method):
+    """Its server says something of everybody, and with `early` a client does, too."""
+
+    early: bool = False
+
+    def upload(self, me: Me, now: Now) -> State:
+        if self.early:
+            now.log("said", "plain", 1.0)
+        return super().upload(me, now)
+
+    def aggregate(self, server: State, uploads: Any, now: Now) -> State:
+        for place, client in enumerate(now.info.clients):
+            now.log("said", client, torch.tensor(10.0 * now.round + place))
+        return super().aggregate(server, uploads, now)
+
+
+def test_what_the_server_logs_of_a_client_stands_beside_its_own(three: Federation) -> None:
+    _, seen, _ = run(Telling(), config(train={"rounds": 2}, clients={"participation": 0.67}), three)
+    for record in seen.records[1:]:
+        assert record.logs.keys() == set(record.cohort) != set(three.names)  # nothing of who was not there
+        for client, values in record.logs.items():
+            assert values["said"] == 10 * (record.round - 1) + three.names.index(client)
+            assert "loss/train" in values
+    with pytest.raises(FedprismError, match=r"now\.log\('said', \.\.\.\)` was called on a client"):
+        run(Telling(early=True), config(), three)
 
 
 @dataclass(frozen=True)
@@ -269,7 +299,7 @@ def test_a_server_whose_keys_change_is_a_mistake_of_the_method(three: Federation
 
 def test_different_architectures_need_a_method_that_allows_them(three: Federation) -> None:
     mixed = config(model={"per_client": ["mlp", "lenet-bn"]})
-    with pytest.raises(ConfigError, match=r"2: mlp, lenet-bn\. Set one model\.name, or choose .*: local, "):
+    with pytest.raises(ConfigError, match=r"2: mlp, lenet-bn\. Set one model for all .*, or choose .*: local, "):
         run(FedAvg(), mixed, three)
     for method in (Local(), FedProto()):
         loop, _, status = run(method, mixed, three)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -27,11 +28,12 @@ from fedprism.cli import app
 from fedprism.config import Config, ModelConfig, Named, structure
 from fedprism.engines.client import Job, Result, client_evaluate, client_round, make_info
 from fedprism.engines.events import Callback, RoundRecord, Snapshot
-from fedprism.engines.handover import read_result, write_task
+from fedprism.engines.handover import read_result, run_task, write_task
 from fedprism.errors import ConfigError, DataError, RecordError
 from fedprism.methods import METHODS, make, named
 from fedprism.methods.base import Kind, Me, Method, Net, Now, State, Upload
 from fedprism.methods.mixed import allowing
+from fedprism.models import Arch, architectures
 from fedprism.records import Protocol, RunDirectory, RunRecord, outcome, read_run
 from fedprism.report import explain
 from fedprism.report.html import page
@@ -401,6 +403,46 @@ def test_who_comes_later_has_the_servers_architecture(tiny: fp.Federation) -> No
     assert result.state.keys() == (loop.states["tinted"] or {}).keys()
 
 
+@pytest.mark.parametrize("method", ["local", "fedproto", "fedsce"])
+def test_who_comes_later_with_a_model_of_its_own(method: str, tiny: fp.Federation, tmp_path: Path) -> None:
+    """It changes nothing for the others (FedSCE's auxiliary model is that of the set-up), and is known in a process."""
+    config = replace(config_of(method, train={"rounds": 2}), data=tiny.data)
+    loop = loop_for(make(config.method), config, tiny)
+    loop.one_round(0)
+    own = Arch("mlp", tiny.classes, tiny.shape, settings=(("hidden", (4,)),), features=loop.info.arch.width)
+    info = replace(loop.info, later=("new",), archs={**loop.info.archs, "new": own})
+    for client, state in (("new", None), ("plain", loop.states["plain"])):
+        data = replace(tiny.clients["plain"], name=client)
+        job = Job(loop.method, config, info, data, 1)
+        down = loop.method.send(loop.server, client if state else None, loop.now(1))
+        here = client_round(job, state, down)
+        write_task(tmp_path / client, job, state, down)
+        run_task(tmp_path / client)
+        there = read_result(tmp_path / client)
+        assert isinstance(here, Result)
+        assert isinstance(there, Result)
+        assert same(here.state, there.state)
+        assert any(tensor.shape[:1] == (4,) for tensor in here.state.values()) == (client == "new")
+
+
+def test_sites_whose_names_are_numbers() -> None:
+    """YAML reads them as numbers."""
+    model = structure({"per_client": {1: "mlp", 2: "lenet-bn"}}, ModelConfig)
+    archs = architectures(model, ("1", "2"), 10, (3, 16, 16))
+    assert [arch.name for arch in archs.values()] == ["mlp", "lenet-bn"]
+
+
+def test_runs_from_before_features_had_a_setting_keep_their_models(tiny: fp.Federation, tmp_path: Path) -> None:
+    models = ["lenet-bn", {"name": "mlp", "hidden": [16]}, "mlp"]
+    run = fp.train(tiny, "local", {"per_client": models, "features": "own"}, rounds=1, out=tmp_path / "run")
+    file = run.path / "run.json"
+    info = json.loads(file.read_text())
+    del info["config"]["model"]["features"], info["config"]["model"]["adapter"]
+    file.write_text(json.dumps(info))
+    again = fp.load(run.path)
+    assert [again.models[name].module.head[0].in_features for name in tiny.names] == [64, 16, 64]
+
+
 def test_a_changed_architecture_is_refused(tiny: fp.Federation, tmp_path: Path) -> None:
     class Stop(Callback):
         def round(self, record: RoundRecord, snapshot: Snapshot) -> None:
@@ -452,7 +494,7 @@ def test_a_method_of_ones_own_is_trained_to_count_bytes() -> None:
 def test_explain_of_several_models() -> None:
     models = "[mlp, {name: resnet18, width: 4}, {name: mlp, hidden: [16]}, mlp]"
     text = said(call("explain", "fedproto", "--model", models, "--image-size", "16"))
-    assert "A client and round, 10 classes, images 3x16x16, one client a model:" in text
+    assert "A client and round, 10 classes, images 3x16x16, 4 clients:" in text
     header, *rows = re.findall(r"model parameters features bytes down bytes up|\S+ \([^)]*\) [\d, ]+", text)
     assert header.startswith("model")
     archs = make_info(config_of("fedproto", yaml.safe_load(models)), "abcd", 10, (3, 16, 16)).archs

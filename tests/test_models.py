@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedprism import FedProto, LGFedAvg, keys
 from fedprism.config import Config, ModelConfig, plain, structure
@@ -490,7 +490,7 @@ def test_features_that_cannot_be(adapted: dict[str, Any], message: str) -> None:
         (Arch("vit-tiny", 10, (3, 32, 32), 1, (("depth", 3),), 32), "vit-tiny (depth 3, features 32)"),
         (Arch("vit-b-32", 10, (3, 32, 32), settings=(("patch", 32),)), "vit-b-32"),
         (Arch("mlp", 10, (3, 32, 32), 2, (("hidden", [8, 4]),)), "mlp (hidden [8, 4], head_layers 2)"),
-        (Arch("cnn4", 10, (3, 32, 32), "all", (), 9, "linear"), "cnn4 (head_layers all, features 9, adapter linear)"),
+        (Arch("cnn4", 10, (3, 32, 32), "all", (), 9, "linear"), "cnn4 (head_layers 2, features 9, adapter linear)"),
     ],
 )
 def test_labels_for_people(made: Arch, label: str) -> None:
@@ -771,3 +771,46 @@ def test_the_page_has_the_numbers_of_the_code(name: str) -> None:
     row = f"| `{name}` | {MODELS[name].description} | {settings} | {made.parameters:,} | {made.width:,} |"
     page = Path(__file__).parent.parent / "docs" / "models.md"
     assert row in page.read_text(encoding="utf-8").splitlines(), row
+
+
+def test_head_layers_all_is_their_number() -> None:
+    assert Arch("resnet18", 10, (3, 32, 32), "all") == Arch("resnet18", 10, (3, 32, 32), 1)
+
+
+def test_a_vision_transformer_by_hand() -> None:
+    """Two patches, one block of two heads, each product written out."""
+    settings = (("patch", 4), ("width", 6), ("depth", 1), ("heads", 2), ("mlp", 2))
+    model = Arch("vit-tiny", 3, (1, 4, 8), settings=settings).model(0).double().eval()
+    rng = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=rng) * 0.3)
+    w = {name.removeprefix("body."): tensor for name, tensor in model.state_dict().items()}
+    x = torch.randn(2, 1, 4, 8, generator=rng).double() * 1e-3  # so small that the norms' epsilon counts
+
+    def norm(z: Tensor, name: str) -> Tensor:
+        mean = z.mean(-1, keepdim=True)
+        variance = (z - mean).square().mean(-1, keepdim=True)
+        return (z - mean) / (variance + 1e-6).sqrt() * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    def linear(z: Tensor, name: str) -> Tensor:
+        return z @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+    w["tokens.token"] *= 1e-3
+    w["tokens.places"] *= 1e-3
+    w["patches.bias"] *= 1e-3
+    patches = torch.stack([x[..., :4].flatten(1), x[..., 4:].flatten(1)], 1)
+    patches = patches @ w["patches.weight"].flatten(1).T + w["patches.bias"]
+    z = torch.cat([w["tokens.token"].expand(2, 1, 6), patches], 1) + w["tokens.places"]
+    block = "encoder.0"
+    qkv = linear(norm(z, f"{block}.norm1"), f"{block}.attention.into")
+    heads = []
+    for head in (0, 1):
+        q, k, v = (qkv[..., 6 * part + 3 * head : 6 * part + 3 * head + 3] for part in range(3))
+        heads.append((q @ k.transpose(1, 2) / 3**0.5).softmax(2) @ v)
+    z = z + linear(torch.cat(heads, 2), f"{block}.attention.out")
+    inner = linear(norm(z, f"{block}.norm2"), f"{block}.mlp.0")
+    inner = inner * 0.5 * (1 + torch.erf(inner / 2**0.5))  # GELU
+    z = z + linear(inner, f"{block}.mlp.2")
+    expected = linear(norm(z[:, 0], "norm"), "head.fc")
+    torch.testing.assert_close(model(x), expected, rtol=1e-10, atol=1e-12)

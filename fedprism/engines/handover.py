@@ -25,6 +25,7 @@ from fedprism.engines.wire import deserialise, serialise
 from fedprism.federation import ClientData, Split
 from fedprism.methods import make
 from fedprism.methods.base import State
+from fedprism.models import Arch
 
 _INPUTS = ("task.json", "data.safetensors", "down.safetensors", "state.safetensors")
 _OUTPUTS = ("upload.safetensors", "records.json", "failure.json")
@@ -35,7 +36,7 @@ def write_task(folder: Path, job: Job, state: State | None, down: State) -> None
     task = {
         "config": plain(job.config),
         "clients": list(job.info.clients),
-        "later": list(job.info.later),
+        "later": {client: _plain(job.info.arch_of(client)) for client in job.info.later},
         "classes": job.info.classes,
         "shape": list(job.info.arch.shape),
         "client": job.data.name,
@@ -60,7 +61,8 @@ def run_task(folder: Path) -> None:
     config = structure(task["config"], Config)
     device = choose_device(config.run.device)
     known = make_info(config, task["clients"], task["classes"], tuple(task["shape"]))
-    info = dataclasses.replace(known, later=tuple(task["later"]))
+    archs = {client: _arch(raw, known.arch) for client, raw in task["later"].items()}
+    info = dataclasses.replace(known, later=tuple(archs), archs={**known.archs, **archs})
     parts = _read(folder / "data.safetensors")
     splits = {s: Split(parts[f"{s}.x"], parts[f"{s}.y"]).to(device) for s in (*SPLITS, "public") if f"{s}.x" in parts}
     public = splits.pop("public", None)
@@ -88,6 +90,16 @@ def read_result(folder: Path) -> Result | Failure:
     scores = {m: {part: structure(values, Score) for part, values in of.items()} for m, of in records["scores"].items()}
     state, upload = _read(folder / "state.safetensors"), _read(folder / "upload.safetensors")
     return Result(state, upload, records["samples"], records["logs"], scores)
+
+
+def _plain(arch: Arch) -> dict[str, Any]:
+    """The architecture of a client that the configuration does not know."""
+    own = {name: getattr(arch, name) for name in ("name", "head_layers", "features", "adapter")}
+    return {**own, "settings": plain(dict(arch.settings))}
+
+
+def _arch(raw: dict[str, Any], like: Arch) -> Arch:
+    return dataclasses.replace(like, **{**raw, "settings": tuple(raw["settings"].items())})
 
 
 def _write(path: Path, state: State) -> None:

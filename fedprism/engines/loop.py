@@ -251,7 +251,8 @@ def check_upload(upload: State, declared: Mapping[str, str], server: State) -> F
         odd = sorted(upload.keys() ^ declared.keys())
         return Failure(f"its upload is not what the method declares: {', '.join(odd[:3])} missing or unknown")
     for name, tensor in upload.items():
-        given, expected = _kind(tensor), _kind(server.get(name, tensor))
+        like = tensor.new_empty(()) if declared[name] == "scalar" else tensor
+        given, expected = _kind(tensor), _kind(server.get(name, like))
         if given != expected:
             return Failure(f"{name} in its upload is {given}, expected {expected}")
     bad = not_finite(upload)

@@ -85,9 +85,13 @@ class Now:
         """A generator of this seed, round, client and purpose."""
         return keys.generator(self.info.seed, *purpose, self.round, self.client or "server", device=self.device)
 
-    def log(self, name: str, client: str, value: float) -> None:
+    def log(self, name: str, client: str, value: float | Tensor) -> None:
         """Record what the server found of a client this round, beside what the client itself logs."""
-        self.logs.setdefault(client, {})[name] = value
+        if self.client is not None:
+            raise FedprismError(
+                f"`now.log({name!r}, ...)` was called on a client; it is the server's, a client's is me.log."
+            )
+        self.logs.setdefault(client, {})[name] = float(value)
 
     @property
     def local(self) -> ClientData:

@@ -79,8 +79,8 @@ class FedSCE(Method):
 
     def aux_arch(self, info: Info) -> Arch:
         if self.auxiliary == Named("smallest"):
-            return min(info.archs.values(), key=lambda arch: arch.parameters)
-        return named_arch(self.auxiliary.plain(), "method.auxiliary", info.classes, info.arch.shape)
+            return min((info.archs[client] for client in info.clients), key=lambda arch: arch.parameters)
+        return named_arch(self.auxiliary.plain(), "method.auxiliary (or smallest)", info.classes, info.arch.shape)
 
     def shared(self, model: Net, now: Now) -> Collection[str]:
         return leaves.part(model, "aux")
@@ -164,6 +164,6 @@ class FedSCE(Method):
 
 def contributions(distances: Tensor) -> list[float]:
     """Eq. 14 and 15: `[clients, 2]` to weights. Distances that are all zero say nothing: then all count the same."""
-    total = distances.double().sum(0)
-    shares = torch.where(total > 0, distances.double() / total.clamp(min=1e-300), 1 / len(distances)).sum(1)
+    far = distances.double().clamp(min=0)
+    shares = torch.where(far.sum(0) > 0, far / far.sum(0).clamp(min=1e-300), 1 / len(far)).sum(1)
     return [float(share) for share in shares / shares.sum()]

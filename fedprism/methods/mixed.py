@@ -27,10 +27,10 @@ def check_mixed(methods: Sequence[Method], info: Info) -> None:
     if not info.mixed or not unable:
         return
     names = " and ".join(part for part in (", ".join(unable[:-1]), unable[-1]) if part)
-    archs = dict.fromkeys(info.archs.values())
+    archs = [arch.label for arch in dict.fromkeys(info.archs.values())]
     raise ConfigError(
         f"{names} {'need' if len(unable) > 1 else 'needs'} one architecture for all clients, but model.per_client "
-        f"gives {len(archs)}: {_some([arch.label for arch in archs])}. Set one model.name, or choose a method that "
+        f"gives {len(archs)}: {_some(archs)}. Set one model for all (--set model.name=NAME), or choose a method that "
         f"allows different ones: {', '.join(allowing())}."
     )
 

@@ -120,7 +120,7 @@ class Arch:
     name: str
     classes: int
     shape: tuple[int, int, int]  # channels, height, width
-    head_layers: int | str = 1  # how many of the fully connected layers are the head, or "all"
+    head_layers: int | str = 1  # how many of the fully connected layers are the head; "all" becomes their number
     settings: tuple[tuple[str, Any], ...] = ()  # of the family; defaults are filled in
     features: int | None = None  # bring the body's features to so many; None: as the family makes them
     adapter: str = "pool"  # how: pool (means of neighbours, no parameters) or linear (a layer)
@@ -137,6 +137,9 @@ class Arch:
                 f"{self.name} needs images of {least} x {least} pixels or more, and these are {height} x {width}; "
                 f"set data.image_size to {least} or more, or choose another model."
             )
+        if self.head_layers == "all":
+            layers = sum(isinstance(block, nn.Linear) for _, block in self._uncut())
+            object.__setattr__(self, "head_layers", layers)
         adapters.check(self.features, self.adapter)
         if self.features in (None, self._body_width()):  # nothing to adapt: equal to an Arch that never asked
             object.__setattr__(self, "features", None)
@@ -202,7 +205,7 @@ class Arch:
     def _cut(self, blocks: list[Block]) -> int:
         """Which block is the head's first."""
         linears = [place for place, (_, block) in enumerate(blocks) if isinstance(block, nn.Linear)]
-        wanted = len(linears) if self.head_layers == "all" else self.head_layers
+        wanted = self.head_layers
         if not isinstance(wanted, int) or isinstance(wanted, bool) or not 1 <= wanted <= len(linears):
             has = "1 fully connected layer" if len(linears) == 1 else f"{len(linears)} fully connected layers"
             can = ", ".join(str(layers) for layers in range(1, len(linears) + 1))

@@ -33,10 +33,16 @@ def architectures(
         client: _whole(entry, config, f"model.per_client of {client!r}")
         for client, entry in _deal(config.per_client, clients).items()
     }
-    archs = {client: _arch(entry, classes, shape) for client, entry in dealt.items()}
-    fewest = min(arch.width for arch in archs.values())  # where all widths are equal, this asks for no adapter
+    made: dict[str, Arch] = {}
+
+    def arch(entry: Mapping[str, Any]) -> Arch:  # one for all clients that have it: making one takes a while
+        if repr(entry) not in made:
+            made[repr(entry)] = _arch(entry, classes, shape)
+        return made[repr(entry)]
+
+    fewest = min(arch(entry).width for entry in dealt.values())  # where all widths are equal, this asks for no adapter
     return {
-        client: _arch({**entry, "features": fewest}, classes, shape) if entry["features"] == "auto" else archs[client]
+        client: arch({**entry, "features": fewest} if entry["features"] == "auto" else entry)
         for client, entry in dealt.items()
     }
 
@@ -56,13 +62,14 @@ def _check_keys(model: str, given: Mapping[str, Any], own: Sequence[str], where:
 
 def _deal(per_client: Any, clients: Sequence[str]) -> dict[str, Any]:
     if isinstance(per_client, Mapping):
-        for name in per_client:
+        named = {str(name): entry for name, entry in per_client.items()}  # YAML reads a site called 1 as a number
+        for name in named:
             if name not in clients:
-                raise ConfigError(f"model.per_client: {unknown('client', str(name), clients)}")
-        missing = [client for client in clients if client not in per_client]
+                raise ConfigError(f"model.per_client: {unknown('client', name, clients)}")
+        missing = [client for client in clients if client not in named]
         if missing:
             raise ConfigError(f"model.per_client names no model for {', '.join(missing)}; every client needs one.")
-        return {client: per_client[client] for client in clients}
+        return {client: named[client] for client in clients}
     if isinstance(per_client, list | tuple) and per_client:
         return {client: per_client[place % len(per_client)] for place, client in enumerate(clients)}
     raise ConfigError(

@@ -128,11 +128,19 @@ def write(path: Path, info: Mapping[str, Any]) -> None:
 def recorded_config(path: Path, info: Mapping[str, Any]) -> Config:
     """The configuration that was run."""
     try:
-        return configuration.structure(info["config"], Config)
+        return configuration.structure(_completed(info["config"]), Config)
     except (ConfigError, KeyError) as error:
         raise RecordError(
             f"the configuration in {path / NAME} does not fit this version of fedprism: {error}"
         ) from None
+
+
+def _completed(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Clients of different architectures had features of their own widths before there was a setting for it."""
+    model = raw.get("model")
+    if isinstance(model, Mapping) and "per_client" in model and "features" not in model:
+        return {**raw, "model": {**model, "features": "own"}}
+    return raw
 
 
 def check_config(path: Path, recorded: Config, given: Config, source: str) -> None:

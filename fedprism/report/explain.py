@@ -41,6 +41,7 @@ class Counted:
     """Traffic of a client of one architecture, in the first and the last round."""
 
     arch: Arch
+    clients: int  # that have it
     first: Traffic
     last: Traffic
 
@@ -154,7 +155,7 @@ def traffic(method: Method, model: ModelConfig, classes: int, size: int, rounds:
     for arch in dict.fromkeys(info.archs.values()):
         client = next(name for name in names if info.archs[name] == arch)
         first, *_, last = (Traffic(record.down.get(client, 0), record.up.get(client, 0)) for record in records)
-        counted.append(Counted(arch, first, last))
+        counted.append(Counted(arch, sum(info.archs[name] == arch for name in names), first, last))
     return counted
 
 

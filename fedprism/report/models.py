@@ -13,7 +13,7 @@ from fedprism.report.table import MANY
 
 
 def architectures_of(record: RunRecord) -> dict[str, Arch]:
-    """Every client's architecture; empty where the run has not begun, or was made by a version with other models."""
+    """Every client's architecture; empty where the run has not begun, or was made by a version without its models."""
     if "shape" not in record.info:
         return {}
     try:
