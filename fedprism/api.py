@@ -102,8 +102,8 @@ def directory_of(config: Config, name: str, out: str | Path | None, method: Meth
 
 def train(
     federation: Federation,
-    method: Method | str = "fedavg",
-    model: str | Mapping[str, Any] = "lenet-bn",
+    method: Method | str | Mapping[str, Any] = "fedavg",
+    model: str | Mapping[str, Any] | Sequence[Any] = "lenet-bn",
     rounds: int | None = None,
     *,
     out: str | Path | bool | None = None,
@@ -112,6 +112,9 @@ def train(
     callbacks: Sequence[Callback] = (),
 ) -> Run:
     """Train a method on a federation and return the run.
+
+    `method` and `model` are what a configuration has there: a name, or a mapping with a name and settings. A method may
+    also be an object, such as `fp.FedProx(mu=0.1)`, and a list of models is dealt to the clients in turn.
 
     `settings` are laid over the defaults like the command line's `--set`: `["train.epochs=2",
     "train.optimizer.lr=0.01"]`. The run is written to `out` (default: `runs/<data>/<method>-<seed>`); `out=False`
@@ -122,9 +125,10 @@ def train(
     if isinstance(method, type):
         raise ConfigError(f"method is the class {method.__name__}; give one of it: fp.{method.__name__}().")
     base = configuration.plain(Config(seed=federation.seed, data=federation.data))
-    given = method if isinstance(method, Method) else None
-    base["method"] = named(given).plain() if given is not None else {"name": method}
-    base["model"] = model if isinstance(model, str) else {**model} if isinstance(model, Mapping) else repr(model)
+    given = _checked(method) if isinstance(method, Method) else None
+    base["method"] = {"name": method} if isinstance(method, str) else named(given).plain() if given else method
+    listed = isinstance(model, Sequence) and not isinstance(model, str)
+    base["model"] = {"per_client": [*model]} if listed else {**model} if isinstance(model, Mapping) else model
     if rounds is not None:
         base["train"]["rounds"] = rounds
     config = configuration.structure(configuration.override(base, settings), Config)
@@ -168,9 +172,27 @@ def resume(
     with RunDirectory.open(path, write=True) as directory:
         if directory.status in ("finished", "diverged"):
             return load(path, method=method)
-        config = directory.config
-        loop = _make_loop(config, federation or make_federation(config.data, config.seed), method)
-        return _run(loop, directory, callbacks, method)
+        config, method = directory.config, method and _checked(method)
+        federation = federation or make_federation(config.data, config.seed)
+        _check_clients(directory, federation)
+        return _run(_make_loop(config, federation, method), directory, callbacks, method)
+
+
+def _checked(method: Method) -> Method:
+    """A method that was made in Python, its settings checked and read as a configuration's would be."""
+    return configuration.structure(configuration.plain(method), type(method), "method")
+
+
+def _check_clients(directory: RunDirectory, federation: Federation) -> None:
+    """A run goes on with the clients that it was begun with."""
+    begun, now = directory.record().clients, federation.names
+    odd = [f"{name!r} is new" for name in now if name not in begun]
+    odd += [f"{name!r} is gone" for name in begun if name not in now]
+    if begun and odd:
+        raise RecordError(
+            f"{directory.path} was begun with the clients {', '.join(begun)}, but now {', '.join(odd)}. Go on with the "
+            "same clients, or begin a new run."
+        )
 
 
 def _make_loop(config: Config, federation: Federation, given: Method | None = None) -> Loop:
@@ -308,6 +330,7 @@ def _run_cell(cell: Cell, federations: dict[int, Federation], callbacks: Sequenc
     if status is None:
         return _run_new(config, federations[config.seed], cell.path, callbacks)
     with RunDirectory.open(cell.path, write=True) as directory:
+        _check_clients(directory, federations[config.seed])
         return _run(_make_loop(config, federations[config.seed]), directory, callbacks, None)
 
 

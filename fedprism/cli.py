@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import os
@@ -204,8 +205,11 @@ def run(
         from fedprism.report.explain import settings_of
 
         _check(protocol)
-        resolved = api.resolve(_read(config, settings or [], method))
+        asked = _read(config, settings or [], method)
+        resolved = api.resolve(asked)
         if print_config:
+            if asked.model.per_client == "folder":  # a file to be edited: each client's folder goes on naming its own
+                resolved = dataclasses.replace(resolved, model=asked.model)
             meanings = {name: doc for name, _, _, doc in settings_of(find(resolved.method.name))}
             typer.echo(configuration.commented(resolved, meanings), nl=False)
             return
@@ -426,8 +430,9 @@ def explain(
     Example:
       fedprism explain ditto
       fedprism explain fedproto --model resnet18 --classes 100
-      fedprism explain fedsce --model "[lenet-bn, {name: resnet18, width: 16}]"
-      fedprism explain lg-fedavg --set method.warmup=0 --model lenet-bn,mlp
+      fedprism explain fedsce --model lenet-bn,resnet18,vit-tiny
+      fedprism explain fedsce --model "\\[lenet-bn, {name: resnet18, width: 16}]"
+      fedprism explain lg-fedavg --set method.warmup=0 --model resnet18,resnet34
     """
     with _told(), _loading():
         from fedprism.methods import find, make
@@ -517,10 +522,10 @@ def _print_counted(counted: Sequence[Counted], data: str, rounds: int) -> None:
     out, last = _out(), any(each.last != each.first for each in counted)
     out.print(Text(f"A client and round, {data}, {sum(each.clients for each in counted)} clients:"))
     table = RichTable(box=None, pad_edge=False, header_style="bold")
-    table.add_column("model", no_wrap=True)
+    table.add_column("model")
     more = (f"down, round {rounds}", f"up, round {rounds}") if last else ()
     for column in ("parameters", "features", "bytes down", "bytes up", *more):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
     for each in counted:
         sizes = (each.first.down, each.first.up, *((each.last.down, each.last.up) if last else ()))
         numbers = (each.arch.parameters, each.arch.width, *sizes)

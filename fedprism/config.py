@@ -393,6 +393,8 @@ def override(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]
     {'train': {'rounds': 50}, 'method': {'name': 'fedprox'}}
     """
     result: dict[str, Any] = {k: dict(v) if isinstance(v, Mapping) else v for k, v in raw.items()}
+    overrides = list(overrides)
+    _forget_settings(result, overrides)
     for text in overrides:
         path, equals, value = text.partition("=")
         keys = path.strip().split(".")
@@ -421,6 +423,17 @@ def override(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]
         elif keys == ["model", "per_client"] and parsed is not None:
             level.pop("name", None)
     return result
+
+
+def _forget_settings(raw: dict[str, Any], overrides: Iterable[str]) -> None:
+    """Another method or model than the file's does not inherit the settings that stand beside its name."""
+    stays = {"method": set[str](), "model": {f.name for f in dataclasses.fields(ModelConfig)}}
+    for text in overrides:
+        path, _, value = (part.strip() for part in text.partition("="))
+        kind, _, key = path.partition(".")
+        held = raw.get(kind)
+        if key == "name" and kind in stays and isinstance(held, dict) and held.get("name", value) != value:
+            raw[kind] = {k: v for k, v in held.items() if k in stays[kind]}
 
 
 read_config = read  # the name that it has outside

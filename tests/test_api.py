@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -218,6 +219,23 @@ def test_a_method_of_a_session_trains_and_says_how_to_find_it_again(three: fp.Fe
         len(fp.load(run.path).models)
     with pytest.raises(fp.ConfigError, match="already made"):
         fp.train(three, fp.FedProx(), settings=["method.mu=3"], out=False)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        fp.FedSCE(auxiliary="mlp"),  # type: ignore[arg-type]
+        fp.FedSCE(auxiliary={"name": "mlp"}),  # type: ignore[arg-type]
+        {"name": "fedsce", "auxiliary": "mlp"},
+    ],
+)
+def test_methods_and_models_as_a_configuration_has_them(method: Any, three: fp.Federation) -> None:
+    run = fp.train(three, method, ["lenet-bn", "cnn4"], rounds=1, out=False)
+    assert run.record.config.method.settings["auxiliary"] == {"name": "mlp"}
+    held = [frozenset(run.models[name].module.state_dict()) for name in three.names]
+    assert held[0] == held[2] != held[1]
+    with pytest.raises(fp.ConfigError, match="neither"):
+        fp.train(three, "local", 3, rounds=1, out=False)  # type: ignore[arg-type]
 
 
 def test_a_run_is_replaced_only_when_its_successor_can_begin(three: fp.Federation, tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -428,3 +430,12 @@ def test_failures_and_other_settings_are_told_under_the_table(here: Path) -> Non
     assert "times a client failed in a round (dropped out after training)" in shown
     assert "These runs differ in more than their method: clients.dropout." in shown
     assert "Gain" not in shown
+
+
+def test_the_examples_of_explain_work() -> None:
+    text = call("explain", "--help").output
+    examples = re.findall(r"^\s*fedprism (explain .*?)\s*$", text, flags=re.MULTILINE)
+    assert len(examples) == 5
+    for example in examples:
+        result = call(*shlex.split(example), "--image-size", "16")
+        assert result.exit_code == 0, (example, result.output)

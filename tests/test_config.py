@@ -151,3 +151,12 @@ def test_one_model_or_one_a_client_is_what_was_set_last() -> None:
     assert override({}, ["model.per_client=[mlp, cnn4]"])["model"] == listed["model"]
     assert override({"model": "mlp"}, ["model.per_client=[mlp, cnn4]"])["model"] == listed["model"]
     assert structure(override(listed, ["model.per_client=null"]), Config).model == Config().model
+
+
+def test_another_name_does_not_inherit_settings() -> None:
+    raw = {"method": {"name": "fedsce", "p": 1}, "model": {"name": "resnet18", "width": 16, "head_layers": "all"}}
+    assert override(raw, ["method.name=lg-fedavg", "method.warmup=0"])["method"] == {"name": "lg-fedavg", "warmup": 0}
+    assert override(raw, ["method.warmup=0", "method.name=lg-fedavg"])["method"] == {"name": "lg-fedavg", "warmup": 0}
+    assert override(raw, ["method.name=fedsce", "method.R=2"])["method"] == {"name": "fedsce", "p": 1, "R": 2}
+    assert override(raw, ["model.name=mlp"])["model"] == {"name": "mlp", "head_layers": "all"}
+    assert raw["method"] == {"name": "fedsce", "p": 1}

@@ -148,7 +148,7 @@ def test_from_the_command_line_with_a_root(sites: Path, tmp_path: Path, monkeypa
         "train: {rounds: 1}\nrun: {device: cpu}\n"
     )
     shown = call("run", "sites.yaml", "--print-config", "--method", "local")
-    assert yaml.safe_load(shown.output)["model"]["per_client"] == OWN_MAP
+    assert yaml.safe_load(shown.output)["model"]["per_client"] == "folder"  # a file to be edited
     result = call("compare", "sites.yaml", "--methods", "local,fedproto", "--out", "runs")
     assert result.exit_code == 0, result.output
     assert {read_run(f"runs/{name}-0").config.model.per_client["plain"] for name in ("local", "fedproto")} == {"mlp"}
@@ -173,6 +173,27 @@ def test_an_edited_model_is_another_configuration(sites: Path, tmp_path: Path) -
     assert fp.resume(out / "local-0").record.config.model.per_client == OWN_MAP  # as it was begun
 
 
+def test_a_begun_run_goes_on_with_its_sites(sites: Path, tmp_path: Path) -> None:
+    class Stop(Callback):
+        def round(self, record: RoundRecord, snapshot: Snapshot) -> None:
+            if record.round == 1:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fp.compare(folder_config(sites), ["local"], [0], "x", out=tmp_path / "runs", callbacks=[Stop()])
+    shutil.copytree(sites / "plain", sites / "new")
+    with pytest.raises(
+        RecordError, match=r"begun with the clients plain, .*, but now 'new' is new\. Go on with the same"
+    ):
+        fp.resume(tmp_path / "runs" / "local-0")
+    shutil.rmtree(sites / "new")
+    (sites / "tinted").rename(sites / "toned")
+    with pytest.raises(RecordError, match=r"now 'toned' is new, 'tinted' is gone"):
+        fp.resume(tmp_path / "runs" / "local-0")
+    (sites / "toned").rename(sites / "tinted")
+    assert fp.resume(tmp_path / "runs" / "local-0").status == "finished"
+
+
 def test_a_site_that_is_dealt_to_several_clients_gives_them_its_model(sites: Path) -> None:
     config = folder_config(sites, data={"name": f"folder:{sites}", "partition": {"name": "domain", "clients": 6}})
     given = api.resolve(config).model.per_client
@@ -193,7 +214,7 @@ def test_a_site_that_is_dealt_to_several_clients_gives_them_its_model(sites: Pat
         ({"plain": None, "tinted": None}, DataError, r"no model.yaml in plain, tinted\. Write one .*`resnet18`, or"),
         ({"tinted": "{name: mlp"}, DataError, "sites/tinted/model.yaml cannot be read as YAML"),
         ({"tinted": "[mlp]"}, DataError, r"tinted/model.yaml holds \['mlp'\]; expected a model's name, such as"),
-        ({"tinted": ""}, DataError, "tinted/model.yaml holds None; expected"),
+        ({"tinted": ""}, DataError, "tinted/model.yaml is empty; expected"),
         ({"tinted": "width: 3"}, DataError, r"tinted/model.yaml holds \{'width': 3\}; expected"),
         ({"tinted": "mpl"}, ConfigError, "tinted/model.yaml: .*unknown model 'mpl'. Did you mean 'mlp'"),
         ({"tinted": "{name: mlp, hiden: [3]}"}, ConfigError, "tinted/model.yaml: .*unknown key 'hiden'"),
@@ -223,7 +244,7 @@ def test_only_folders_name_models(tiny: fp.Federation, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name, cls in METHODS.items() if not cls().mixed])
 def test_a_method_that_does_not_allow_it_is_refused(name: str, tiny: fp.Federation, tmp_path: Path) -> None:
-    able = re.escape("local, {name: lg-fedavg, warmup: 0}, fedproto, fedsce")
+    able = re.escape("local, lg-fedavg (with warmup: 0), fedproto, fedsce")
     with pytest.raises(ConfigError, match=rf"^{name} needs one architecture .* gives 3: .* different ones: {able}\.$"):
         fp.train(tiny, name, {"per_client": SMALL}, rounds=1, out=tmp_path / "run")
     assert not list(tmp_path.iterdir())
@@ -231,8 +252,8 @@ def test_a_method_that_does_not_allow_it_is_refused(name: str, tiny: fp.Federati
 
 def test_what_is_recommended_is_allowed() -> None:
     for text in allowing():
-        raw = yaml.safe_load(text)
-        assert make(structure(raw, Named)).mixed
+        name, _, needed = text.removesuffix(")").partition(" (with ")
+        assert make(Named(name, yaml.safe_load(f"{{{needed}}}"))).mixed
     assert len(allowing()) == sum(cls(**cls.mixed_with).mixed for _, cls in METHODS.items())
 
 

@@ -111,8 +111,9 @@ def _model(file: Path) -> Any:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise DataError(f"{file} cannot be read as YAML: {error}") from None
     if not isinstance(held.get("name") if isinstance(held, dict) else held, str):
+        found = "is empty" if held is None else f"holds {held!r}"
         raise DataError(
-            f"{file} holds {held!r}; expected a model's name, such as `resnet18`, or a mapping with a `name` and its "
+            f"{file} {found}; expected a model's name, such as `resnet18`, or a mapping with a `name` and its "
             "settings, such as `{name: resnet18, width: 16}`."
         )
     return held

@@ -10,14 +10,14 @@ from fedprism.methods.base import Info, Method
 
 
 def allowing() -> list[str]:
-    """The built-in methods that allow it, each as `method:` of a configuration has it."""
+    """The built-in methods that allow it, each with the settings that it needs for that."""
     found = []
     for name, cls in METHODS.items():
         if cls().mixed:
             found.append(name)
         elif cls.mixed_with:
             needed = ", ".join(f"{key}: {value}" for key, value in cls.mixed_with.items())
-            found.append(f"{{name: {name}, {needed}}}")
+            found.append(f"{name} (with {needed})")
     return found
 
 

@@ -15,9 +15,7 @@ from fedprism.models.base import MODELS, Block, Family
 class Digit6(Family):
     """Three 5x5 convolutions, of which the last is not pooled, and three fully connected layers."""
 
-    description: ClassVar[str] = (
-        "FedBN's digit network: 3 convolutions, 3 fully connected layers, batch norm; 14 M parameters"
-    )
+    description: ClassVar[str] = "FedBN's digit network: 3 convolutions, 3 fully connected layers, batch norm"
     smallest: ClassVar[int] = 4  # two poolings
 
     def blocks(self, classes: int, shape: tuple[int, int, int]) -> list[Block]:

@@ -204,7 +204,8 @@ def _traffic(records: Sequence[RunRecord]) -> str:
         to = [size for record in group for each in record.rounds for size in each.down.values()]
         back = [size for record in group for each in record.rounds for size in each.up.values()]
         seconds = [s for record in group for each in record.rounds[1:] if (s := each.seconds.get("total")) is not None]
-        sizes = " or ".join(f"{count:,}" for count in sorted(set(group[0].parameters.values())))
+        counts = sorted(set(group[0].parameters.values()))
+        sizes = " to ".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1]))) if counts else "–"
         rows.append((label, sizes, fmean(to or [0]), fmean(back or [0]), (sum(to) + sum(back)) / len(group), seconds))
     longest = max(max(down, up) for _, _, down, up, _, _ in rows) or 1
     lines = ['<div class="wide"><table class="traffic">']
