@@ -45,6 +45,7 @@ docs: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/round_speed.py
+	$(BIN)/python benchmarks/subspace_update.py
 
 clean:
 	rm -rf $(VENV) build dist site demo .coverage* .mypy_cache .pytest_cache .ruff_cache

@@ -307,6 +307,23 @@ def test_different_architectures_need_a_method_that_allows_them(three: Federatio
         assert loop.states["plain"].keys() != loop.states["tinted"].keys()
 
 
+def test_callbacks_are_told_of_every_client(three: Federation) -> None:
+    class Counting(Collect):
+        told: list[tuple[int, int]] = []
+
+        def clients(self, done: int, of: int) -> None:
+            self.told.append((done, of))
+
+        def round(self, record: Any, snapshot: Any) -> None:
+            self.told.append((0, 0))
+
+    seen = Counting()
+    settings = config(train={"rounds": 1}, clients={"participation": 0.67}, evaluate={"moments": ["received"]})
+    loop_for(FedAvg(), settings, three).run([seen])
+    tested = [(1, 3), (2, 3), (3, 3), (0, 0)]
+    assert seen.told == [*tested, (1, 2), (2, 2), *tested]
+
+
 def test_an_interrupt_tells_the_callbacks(three: Federation) -> None:
     class Stop(Collect):
         def round(self, record: Any, snapshot: Any) -> None:

@@ -599,6 +599,22 @@ def test_progress_on_a_terminal_is_a_line_that_vanishes() -> None:
     assert text.endswith("\x1b[2K")
 
 
+def test_clients_are_counted_in_a_round_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("fedprism.report.progress.time.monotonic", lambda: clock[0])
+    out = StringIO()
+    with Progress(Console(file=out, width=120, force_terminal=True, legacy_windows=False), ["fedavg"], 3) as progress:
+        progress.begin(plan("fedavg", 3))
+        for done in (1, 2, 3):
+            clock[0] += 1.5
+            progress.clients(done, 20)
+            progress._bar.refresh()
+    text = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue())
+    assert "client 1/20" not in text
+    assert "round 0/3, client 2/20" in text
+    assert "round 0/3, client 3/20" in text
+
+
 def test_time_left_counts_all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr("fedprism.report.progress.time.monotonic", lambda: clock[0])

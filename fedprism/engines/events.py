@@ -79,10 +79,16 @@ class Plan:
 
 
 class Callback:
-    """Base class: does nothing. The loop calls `begin`, then `round` after every round (0 included), then `end`."""
+    """Base class: does nothing. The loop calls `begin`, then `round` after every round (0 included), then `end`.
+
+    Within a round an engine calls `clients` whenever one has trained, and again whenever one has been tested.
+    """
 
     def begin(self, plan: Plan) -> None:
         """Before the first round."""
+
+    def clients(self, done: int, of: int) -> None:
+        """After each client of a round, in training and again in evaluation."""
 
     def round(self, record: RoundRecord, snapshot: Snapshot) -> None:
         """After each round."""

@@ -42,6 +42,8 @@ class Engine(Protocol):
     A mistake in a method is an exception: it would be the same for every client.
     """
 
+    tell: Callable[[int, int], None]  # told after each client: how many of how many are done; the loop sets it
+
     def train(self, round: int, requests: Mapping[str, Request]) -> dict[str, Result | Failure]: ...
     def evaluate(self, round: int, requests: Mapping[str, Request]) -> dict[str, Scores | Failure]: ...
     def receive(self, round: int, requests: Mapping[str, Request]) -> dict[str, State | Failure]: ...
@@ -61,6 +63,7 @@ class InProcess:
         self.clients, self.public = federation.clients, federation.public.to(device)
         self.slots: dict[Arch, Me] = {}
         self.on_device: dict[str, ClientData] = {}
+        self.tell: Callable[[int, int], None] = lambda done, of: None
 
     def train(self, round: int, requests: Mapping[str, Request]) -> dict[str, Result | Failure]:
         return self._each(client_round, round, requests)
@@ -84,4 +87,5 @@ class InProcess:
             if arch not in self.slots:
                 self.slots[arch] = open_slot(job)
             answers[client] = work(job, request.state, request.down, self.slots[arch])
+            self.tell(len(answers), len(requests))
         return answers

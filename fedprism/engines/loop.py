@@ -55,6 +55,12 @@ class Loop:
             self.server = {name: tensor.to(self.device) for name, tensor in start.server.items()}
         for callback in callbacks:
             callback.begin(self.plan(0 if start is None else first + 1))
+
+        def tell(done: int, of: int) -> None:
+            for callback in callbacks:
+                callback.clients(done, of)
+
+        self.engine.tell = tell
         status: Status = "interrupted"
         try:
             if start is None:

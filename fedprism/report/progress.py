@@ -14,6 +14,8 @@ from rich.text import Text
 from fedprism.engines.events import Callback, Plan, RoundRecord, Snapshot, Status
 from fedprism.records.standing import Standing, mean
 
+SLOW = 2.0  # seconds after which a round's clients are counted
+
 
 class Progress(Callback):
     """Method, round, accuracy so far and the time that all runs together still need.
@@ -60,6 +62,10 @@ class Progress(Callback):
             self._show()
             self._bar.start()
 
+    def clients(self, done: int, of: int) -> None:
+        if time.monotonic() - self._last > SLOW:
+            self._show(f", client {done}/{of}")
+
     def round(self, record: RoundRecord, snapshot: Snapshot) -> None:
         now = time.monotonic()
         seconds, rounds = self._spent.get(self._plan.method, (0.0, 0))
@@ -99,7 +105,7 @@ class Progress(Callback):
         later = sum(self._rounds * a_round(method) for method in self._waiting)
         return max(0.0, here + later - (time.monotonic() - self._last))
 
-    def _show(self) -> None:
+    def _show(self, within: str = "") -> None:
         if self._task is None:
             return
         left = self._plan.rounds - self._round + self._rounds * len(self._waiting)
@@ -108,7 +114,7 @@ class Progress(Callback):
             description=self._name(),
             total=self._done + left,
             completed=self._done,
-            round=f"round {self._round}/{self._plan.rounds}",
+            round=f"round {self._round}/{self._plan.rounds}{within}",
             accuracy=self._accuracy,
         )
 
