@@ -25,7 +25,10 @@ class Subspace(Tensors):
 
     def __init__(self, size: int, rank: int, delta: str, *purpose: int | str) -> None:
         if size < rank:
-            raise ConfigError(f"a subspace of {rank} dimensions was asked for, but its layers hold {size} numbers.")
+            raise ConfigError(
+                f"a subspace of {rank} dimensions was asked for, but its layers hold {size} numbers; ask for fewer "
+                "dimensions or for more layers."
+            )
         basis = keys.orthonormal(size, rank, *purpose).to(torch.get_default_dtype())
         values = {"values": torch.zeros(rank)} if delta == "keep-singular-values" else {}
         super().__init__({"basis": basis, **values})
