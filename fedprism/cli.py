@@ -343,7 +343,7 @@ def show(
         from fedprism.records import read_run
         from fedprism.report.html import write_page
         from fedprism.report.inside import last_values
-        from fedprism.report.models import models
+        from fedprism.report.models import decided, models
         from fedprism.report.table import table
 
         _check(protocol)
@@ -368,6 +368,9 @@ def show(
             if len(records) == 1 and (different := models(records[0])) is not None:
                 _out().print(Text("\nmodels", style="bold"))
                 _print_table(different)
+            if len(records) == 1:
+                for name, value in decided(records[0]).items():
+                    typer.echo(f"\n{name}: {value}")
             if len(records) == 1 and (inside := last_values(records[0], protocol)) is not None:
                 _out().print(Text("\ninside the method", style="bold"))
                 _print_table(inside)
@@ -436,7 +439,7 @@ def explain(
     """
     with _told(), _loading():
         from fedprism.methods import find, make
-        from fedprism.report.explain import REQUIRED, facts_of, settings_of, traffic
+        from fedprism.report.explain import REQUIRED, decided, facts_of, settings_of, traffic
 
         cls = find(method)
         known = settings_of(cls)
@@ -460,7 +463,7 @@ def explain(
     facts = RichTable(box=None, show_header=False, pad_edge=False)
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column()
-    for name, value in facts_of(made).items():
+    for name, value in {**facts_of(made), **decided(made, counted)}.items():
         facts.add_row(name, Text(value))
     out.print(facts)
     out.print()

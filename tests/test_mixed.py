@@ -611,3 +611,17 @@ def test_the_example_of_the_documentation(tmp_path: Path, monkeypatch: pytest.Mo
     assert said(call(*shlex.split(explained)[1:])).endswith(" ".join(shown[explained].split()))
     assert said(call(*shlex.split(refused)[1:])) == " ".join(shown[refused].split())
     assert not Path("runs").exists()
+
+
+def test_the_auxiliary_model_is_named(tiny: fp.Federation, tmp_path: Path) -> None:
+    """What `smallest` chose, by the command, in the run and on its page."""
+    smallest = "lenet-bn, 47,754 parameters"
+    assert f"auxiliary model {smallest}" in said(
+        call("explain", "fedsce", "--model", "mlp,lenet-bn", "--image-size", "16")
+    )
+    assert "auxiliary model lenet" not in said(call("explain", "fedsce", "--set", "method.without=[dml]"))
+    run = fp.train(tiny, "fedsce", ["mlp", "lenet-bn"], rounds=1, out=tmp_path / "run")
+    assert f"auxiliary model: {smallest}" in said(call("show", str(run.path)))
+    assert f"<dt>fedsce: auxiliary model</dt><dd>{smallest}</dd>" in page([run.record])
+    chosen = fp.train(tiny, {"name": "fedsce", "auxiliary": "cnn4"}, "mlp", rounds=1, out=tmp_path / "cnn4")
+    assert "auxiliary model: cnn4, 92,106 parameters" in said(call("show", str(chosen.path)))

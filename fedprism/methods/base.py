@@ -245,6 +245,10 @@ class Method:
 
     # --- what there is -----------------------------------------------------------------------------------------------
 
+    def facts(self, info: Info) -> Mapping[str, str]:
+        """What it decides by looking at the clients, for people: name and words."""
+        return {}
+
     def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
         """The named parts that this client owns (None: the server's), with their first weights."""
         return arch.model(seed)

@@ -17,7 +17,6 @@ from fedprism.methods.states import average, squared_distance
 from fedprism.methods.subspaces import Subspace
 from fedprism.models import named_arch
 
-LEAST = 1e-6  # of the sum of both cross-entropies, which the KL terms are divided by
 DISTANCES = ("distance/parameters", "distance/features")
 
 
@@ -60,9 +59,7 @@ class FedSCE(Method):
     detach_target: bool = setting(True, "no gradient to the model that teaches")
     reduction: Literal["batchmean", "mean"] = setting("batchmean", "of the KL over images; mean: over classes too")
 
-    @property
-    def mixed(self) -> bool:
-        return True
+    mixed = True
 
     @property
     def estimates(self) -> bool:
@@ -81,6 +78,10 @@ class FedSCE(Method):
         if self.auxiliary == Named("smallest"):
             return min((info.archs[client] for client in info.clients), key=lambda arch: arch.parameters)
         return named_arch(self.auxiliary.plain(), "method.auxiliary (or smallest)", info.classes, info.arch.shape)
+
+    def facts(self, info: Info) -> Mapping[str, str]:
+        aux = self.aux_arch(info)
+        return {} if "dml" in self.without else {"auxiliary model": f"{aux.label}, {aux.parameters:,} parameters"}
 
     def shared(self, model: Net, now: Now) -> Collection[str]:
         return leaves.part(model, "aux")
@@ -114,7 +115,7 @@ class FedSCE(Method):
             target = (teacher.detach() if self.detach_target else teacher).log_softmax(1)
             kl = kl + kl_div(student.log_softmax(1), target, reduction="none", log_target=True).sum(1)
         scale = ce.mean() if self.kl_weight == "batch" else ce
-        kl = kl / (scale.detach() if self.detach_weight else scale).clamp(min=LEAST)
+        kl = kl / (scale.detach() if self.detach_weight else scale).clamp(min=1e-6)  # learned by heart: no bound else
         return ce.mean() + kl.mean() / (own.shape[1] if self.reduction == "mean" else 1)
 
     def measure(self, me: Me, x: Tensor, y: Tensor) -> None:

@@ -6,7 +6,7 @@ import ast
 import dataclasses
 import inspect
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from fedprism.engines.inprocess import InProcess, Request
 from fedprism.engines.loop import make_loop
 from fedprism.federation import Federation
 from fedprism.methods import METHODS
-from fedprism.methods.base import Me, Method, State
+from fedprism.methods.base import Info, Me, Method, State
 from fedprism.models import Arch
 
 REQUIRED = "(required)"  # instead of a default
@@ -157,6 +157,12 @@ def traffic(method: Method, model: ModelConfig, classes: int, size: int, rounds:
         first, *_, last = (Traffic(record.down.get(client, 0), record.up.get(client, 0)) for record in records)
         counted.append(Counted(arch, sum(info.archs[name] == arch for name in names), first, last))
     return counted
+
+
+def decided(method: Method, counted: Sequence[Counted]) -> dict[str, str]:
+    """What it decides by looking at clients of these architectures."""
+    archs = {each.arch.label: each.arch for each in counted}
+    return dict(method.facts(Info(tuple(archs), counted[0].arch.classes, archs, seed=0)))
 
 
 class Untrained(InProcess):

@@ -18,7 +18,7 @@ from fedprism.federation import ClientData, Federation, make_federation
 from fedprism.methods import METHODS
 from fedprism.records import Protocol, RunRecord, atomic
 from fedprism.report import figures, formats
-from fedprism.report.models import architectures_of, models
+from fedprism.report.models import architectures_of, decided, models
 from fedprism.report.table import GAIN, LOCAL, MANY, Table, grouped, table
 
 _SHOWN = 12  # clients whose images are shown
@@ -239,6 +239,8 @@ def _settings(records: Sequence[RunRecord]) -> str:
         "machine": ", ".join(f"{name}: {value}" for name, value in machine.items() if value is not None),
         "begun, ended": f"{first.info.get('started')}, {max(str(r.info.get('ended') or '–') for r in records)}",
     }
+    for label, group in grouped(records).items():
+        facts |= {f"{label}: {name}": value for name, value in decided(group[0]).items()}
     items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
     configs = []
     for label, group in grouped(records).items():

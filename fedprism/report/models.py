@@ -6,6 +6,8 @@ from collections import Counter
 
 from fedprism.engines.client import make_info
 from fedprism.errors import FedprismError
+from fedprism.methods import METHODS, make
+from fedprism.methods.base import Info
 from fedprism.models import Arch
 from fedprism.records import RunRecord
 from fedprism.report.formats import Entry, Grid
@@ -14,12 +16,23 @@ from fedprism.report.table import MANY
 
 def architectures_of(record: RunRecord) -> dict[str, Arch]:
     """Every client's architecture; empty where the run has not begun, or was made by a version without its models."""
+    info = _info(record)
+    return {} if info is None else dict(info.archs)
+
+
+def decided(record: RunRecord) -> dict[str, str]:
+    """What a built-in method decided by looking at the clients, such as FedSCE's auxiliary model."""
+    info, method = _info(record), record.config.method
+    return {} if info is None or method.name not in METHODS else dict(make(method).facts(info))
+
+
+def _info(record: RunRecord) -> Info | None:
     if "shape" not in record.info:
-        return {}
+        return None
     try:
-        return dict(make_info(record.config, record.clients, len(record.class_names), record.shape).archs)
+        return make_info(record.config, record.clients, len(record.class_names), record.shape)
     except FedprismError:
-        return {}
+        return None
 
 
 def models(record: RunRecord) -> Grid | None:
