@@ -125,7 +125,7 @@ def train(
     if isinstance(method, type):
         raise ConfigError(f"method is the class {method.__name__}; give one of it: fp.{method.__name__}().")
     base = configuration.plain(Config(seed=federation.seed, data=federation.data))
-    given = _checked(method) if isinstance(method, Method) else None
+    given = method if isinstance(method, Method) else None
     base["method"] = {"name": method} if isinstance(method, str) else named(given).plain() if given else method
     listed = isinstance(model, Sequence) and not isinstance(model, str)
     base["model"] = {"per_client": [*model]} if listed else {**model} if isinstance(model, Mapping) else model
@@ -172,20 +172,15 @@ def resume(
     with RunDirectory.open(path, write=True) as directory:
         if directory.status in ("finished", "diverged"):
             return load(path, method=method)
-        config, method = directory.config, method and _checked(method)
+        config = directory.config
         federation = federation or make_federation(config.data, config.seed)
         _check_clients(directory, federation)
         return _run(_make_loop(config, federation, method), directory, callbacks, method)
 
 
-def _checked(method: Method) -> Method:
-    """A method that was made in Python, its settings checked and read as a configuration's would be."""
-    return configuration.structure(configuration.plain(method), type(method), "method")
-
-
 def _check_clients(directory: RunDirectory, federation: Federation) -> None:
     """A run goes on with the clients that it was begun with."""
-    begun, now = directory.record().clients, federation.names
+    begun, now = directory.clients, federation.names
     odd = [f"{name!r} is new" for name in now if name not in begun]
     odd += [f"{name!r} is gone" for name in begun if name not in now]
     if begun and odd:

@@ -420,8 +420,8 @@ def override(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]
         level[keys[-1]] = parsed
         if keys == ["model", "name"]:  # one model for all, or one a client: what is set last holds
             level.pop("per_client", None)
-        elif keys == ["model", "per_client"] and parsed is not None:
-            level.pop("name", None)
+        elif keys[:2] == ["model", "per_client"] and parsed is not None:
+            result["model"].pop("name", None)
     return result
 
 
@@ -429,10 +429,16 @@ def _forget_settings(raw: dict[str, Any], overrides: Iterable[str]) -> None:
     """Another method or model than the file's does not inherit the settings that stand beside its name."""
     stays = {"method": set[str](), "model": {f.name for f in dataclasses.fields(ModelConfig)}}
     for text in overrides:
-        path, _, value = (part.strip() for part in text.partition("="))
-        kind, _, key = path.partition(".")
+        path, _, value = text.partition("=")
+        kind, _, key = path.strip().partition(".")
         held = raw.get(kind)
-        if key == "name" and kind in stays and isinstance(held, dict) and held.get("name", value) != value:
+        if kind not in stays or not isinstance(held, dict):
+            continue
+        try:
+            other = key == "name" and held.get("name") not in (None, yaml.safe_load(value))
+        except yaml.YAMLError:  # told where it is read
+            continue
+        if other or (kind, key) == ("model", "per_client"):
             raw[kind] = {k: v for k, v in held.items() if k in stays[kind]}
 
 

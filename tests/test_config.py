@@ -160,3 +160,9 @@ def test_another_name_does_not_inherit_settings() -> None:
     assert override(raw, ["method.name=fedsce", "method.R=2"])["method"] == {"name": "fedsce", "p": 1, "R": 2}
     assert override(raw, ["model.name=mlp"])["model"] == {"name": "mlp", "head_layers": "all"}
     assert raw["method"] == {"name": "fedsce", "p": 1}
+    for same in ("'resnet18'", '"resnet18"', " resnet18", "resnet18  # the same"):
+        assert override(raw, [f"model.name={same}"])["model"] == raw["model"]
+    listed = {"head_layers": "all", "per_client": ["mlp"]}
+    assert override(raw, ["model.per_client=[mlp]"])["model"] == listed
+    assert override({}, ["model.per_client.plain=mlp"])["model"] == {"per_client": {"plain": "mlp"}}
+    assert raw["method"] == {"name": "fedsce", "p": 1}

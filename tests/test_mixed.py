@@ -460,6 +460,10 @@ def test_runs_from_before_features_had_a_setting_keep_their_models(tiny: fp.Fede
     info = json.loads(file.read_text())
     del info["config"]["model"]["features"], info["config"]["model"]["adapter"]
     file.write_text(json.dumps(info))
+    config = run.path / "config.yaml"
+    config.write_text(config.read_text().replace("  features: own\n", "").replace("  adapter: pool\n", ""))
+    with RunDirectory.open(run.path, write=True) as directory:  # nobody has edited it
+        assert directory.config.model.features == "own"
     again = fp.load(run.path)
     assert [again.models[name].module.head[0].in_features for name in tiny.names] == [64, 16, 64]
 
@@ -625,3 +629,15 @@ def test_the_auxiliary_model_is_named(tiny: fp.Federation, tmp_path: Path) -> No
     assert f"<dt>fedsce: auxiliary model</dt><dd>{smallest}</dd>" in page([run.record])
     chosen = fp.train(tiny, {"name": "fedsce", "auxiliary": "cnn4"}, "mlp", rounds=1, out=tmp_path / "cnn4")
     assert "auxiliary model: cnn4, 92,106 parameters" in said(call("show", str(chosen.path)))
+
+
+def test_a_run_of_another_version_is_shown_without_what_its_method_decided(tiny: fp.Federation, tmp_path: Path) -> None:
+    run = fp.train(tiny, "fedsce", ["mlp", "lenet-bn"], rounds=1, out=tmp_path / "run")
+    file = run.path / "run.json"
+    info = json.loads(file.read_text())
+    info["config"]["method"]["gone"] = 1
+    file.write_text(json.dumps(info))
+    shown = call("show", str(run.path), "--report", str(tmp_path / "page.html"))
+    assert shown.exit_code == 0, shown.output
+    assert "auxiliary model" not in said(shown)
+    assert (tmp_path / "page.html").exists()

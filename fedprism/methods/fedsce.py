@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div
 
-from fedprism.config import Named, positive, setting
+from fedprism.config import Named, plain, positive, setting
 from fedprism.methods import leaves, register
 from fedprism.methods.base import Arch, Draw, Info, Kind, Me, Method, Net, Now, Parts, Pass, Seen, State, Upload
 from fedprism.methods.states import average, squared_distance
@@ -75,13 +75,13 @@ class FedSCE(Method):
         return Parts(**parts)
 
     def aux_arch(self, info: Info) -> Arch:
-        if self.auxiliary == Named("smallest"):
+        given = plain(self.auxiliary)  # made in Python it may be a text or a dict
+        if given in ("smallest", {"name": "smallest"}):
             return min((info.archs[client] for client in info.clients), key=lambda arch: arch.parameters)
-        return named_arch(self.auxiliary.plain(), "method.auxiliary (or smallest)", info.classes, info.arch.shape)
+        return named_arch(given, "method.auxiliary (or smallest)", info.classes, info.arch.shape)
 
     def facts(self, info: Info) -> Mapping[str, str]:
-        aux = self.aux_arch(info)
-        return {} if "dml" in self.without else {"auxiliary model": f"{aux.label}, {aux.parameters:,} parameters"}
+        return {} if "dml" in self.without else {"auxiliary model": self.aux_arch(info).words}
 
     def shared(self, model: Net, now: Now) -> Collection[str]:
         return leaves.part(model, "aux")

@@ -182,6 +182,11 @@ class Arch:
         words = (f"{k} {list(v) if isinstance(v, tuple) else v}" for k, v in settings.items())
         return f"{self.name} ({', '.join(words)})" if settings else self.name
 
+    @property
+    def words(self) -> str:
+        """The label and the number of parameters."""
+        return f"{self.label}, {self.parameters:,} parameters"
+
     def _uncut(self) -> list[Block]:
         """The family's network without storage: weights are drawn once, by key, and not first by the constructors."""
         with torch.device("meta"):

@@ -70,7 +70,8 @@ class RunDirectory:
             lock = _locked(path)
             try:
                 if (path / CONFIG).exists():
-                    runfile.check_config(path, recorded, configuration.read(path / CONFIG), CONFIG)
+                    held = runfile.completed(configuration.read(path / CONFIG), runfile.read(path)["config"])
+                    runfile.check_config(path, recorded, held, CONFIG)
                 else:  # killed while it was made
                     _write_config(path, recorded)
                 for folder in (path, path / "checkpoints", path / "checkpoints" / "files"):
@@ -88,6 +89,11 @@ class RunDirectory:
     def status(self) -> str:
         """`running` (or killed), `finished`, `diverged` or `interrupted`."""
         return str(runfile.read(self.path)["status"])
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        """The clients that it was begun with; none before it has begun."""
+        return tuple(runfile.read(self.path).get("clients") or ())
 
     def latest(self) -> Snapshot | None:
         """The newest sound checkpoint, with a warning for each damaged one passed over; None: begin with round 0."""

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -128,19 +129,18 @@ def write(path: Path, info: Mapping[str, Any]) -> None:
 def recorded_config(path: Path, info: Mapping[str, Any]) -> Config:
     """The configuration that was run."""
     try:
-        return configuration.structure(_completed(info["config"]), Config)
+        return completed(configuration.structure(info["config"], Config), info["config"])
     except (ConfigError, KeyError) as error:
         raise RecordError(
             f"the configuration in {path / NAME} does not fit this version of fedprism: {error}"
         ) from None
 
 
-def _completed(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def completed(config: Config, raw: Mapping[str, Any]) -> Config:
     """Clients of different architectures had features of their own widths before there was a setting for it."""
-    model = raw.get("model")
-    if isinstance(model, Mapping) and "per_client" in model and "features" not in model:
-        return {**raw, "model": {**model, "features": "own"}}
-    return raw
+    if config.model.per_client is not None and "features" not in raw.get("model", {}):
+        return replace(config, model=replace(config.model, features="own"))
+    return config
 
 
 def check_config(path: Path, recorded: Config, given: Config, source: str) -> None:

@@ -171,6 +171,8 @@ def inside_svg(group: Sequence[RunRecord], name: str, says: str, width: float = 
 def inside_figure(shown: Sequence[Panel], path: str | Path, width: float = 9.2) -> Path:
     """Chosen panels, as `panels` gives them, as a PNG or SVG file."""
     path = _checked(path)
+    if not shown:
+        raise FedprismError(f"there is nothing to draw in {path}: no panel was given.")
     with _figure(width, _TALL * _rows(shown)) as canvas:
         _draw_panels(canvas, shown, _PLAIN, width)
         return _written(canvas, path)

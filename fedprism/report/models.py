@@ -23,7 +23,12 @@ def architectures_of(record: RunRecord) -> dict[str, Arch]:
 def decided(record: RunRecord) -> dict[str, str]:
     """What a built-in method decided by looking at the clients, such as FedSCE's auxiliary model."""
     info, method = _info(record), record.config.method
-    return {} if info is None or method.name not in METHODS else dict(make(method).facts(info))
+    if info is None or method.name not in METHODS:  # a user's file is not run for a page
+        return {}
+    try:
+        return dict(make(method).facts(info))
+    except FedprismError:  # of a version with other settings
+        return {}
 
 
 def _info(record: RunRecord) -> Info | None:
