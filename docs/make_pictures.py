@@ -1,6 +1,6 @@
 """Make the pictures of the documentation: `fedprism demo`, then `python docs/make_pictures.py`.
 
-FedSCE's need the runs of docs/results.md: `python docs/make_pictures.py runs/digits-skew-mixed`. The result is
+FedSCE's need the runs of docs/results.md: `python docs/make_pictures.py runs/pictures`. The result is
 committed, so that building the documentation needs neither training nor data.
 """
 
