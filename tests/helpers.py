@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from fedprism.config import Config
-from fedprism.engines.client import make_info
+from fedprism.engines.client import Failure, Result, make_info
 from fedprism.engines.events import Callback, Plan, RoundRecord, Snapshot, Status
 from fedprism.engines.inprocess import Engine, InProcess
 from fedprism.engines.loop import Loop, make_loop
@@ -50,6 +50,17 @@ def same(a: State | None, b: State | None) -> bool:
     if a is None or b is None:
         return a is b
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def same_result(a: Result | Failure, b: Result | Failure) -> bool:
+    """Did two rounds of a client give the same, bit by bit? A failure is no result."""
+    return (
+        isinstance(a, Result)
+        and isinstance(b, Result)
+        and same(a.state, b.state)
+        and same(a.upload, b.upload)
+        and (a.samples, a.logs, a.scores) == (b.samples, b.logs, b.scores)
+    )
 
 
 def cut(federation: Federation, sizes: Sequence[int]) -> Federation:

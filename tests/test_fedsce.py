@@ -876,6 +876,17 @@ def test_defaults_are_those_of_the_paper() -> None:
     assert (method.bn, method.weighting, method.moment) == ("shared", "contribution", "received")
 
 
+def test_an_update_that_lies_almost_inside_is_still_taken_in() -> None:
+    """A ten-thousandth of it is outside: with values of 0 the update itself is the first direction."""
+    space = Subspace(2000, 3, KEEP, "test").double()
+    rest = space.outside(torch.randn(2000, generator=torch.Generator().manual_seed(0)).double())
+    d = space["basis"][:, 0] + 1e-4 * rest / rest.norm()
+    assert 0.9e-4 < float(space.outside(d).norm()) < 1.1e-4
+    space.turn(d)
+    assert float(space.outside(d).norm()) < 1e-9
+    assert_orthonormal(space["basis"])
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

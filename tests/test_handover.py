@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from fedprism.config import Config, structure
-from fedprism.engines.client import Failure, Job, Result, make_info
+from fedprism.engines.client import Failure, Job, make_info
 from fedprism.engines.handover import read_result, run_task, write_task
 from fedprism.federation import Federation, federation
 from fedprism.methods import make, named
-from tests.helpers import loop_for, same
+from tests.helpers import loop_for, same_result
 
 KINDS = {
     "fedbn": {},
@@ -55,11 +55,7 @@ def test_a_fresh_process_gives_the_same_bits(two: Federation, tmp_path: Path, me
         subprocess.run([sys.executable, "-m", "fedprism.engines.handover", str(folder)], check=True, timeout=120)
         (here,) = loop.engine.train(round, {"tinted": request}).values()
         there = read_result(folder)
-        assert isinstance(here, Result)
-        assert isinstance(there, Result)
-        assert same(here.state, there.state)
-        assert same(here.upload, there.upload)
-        assert (here.samples, here.logs, here.scores) == (there.samples, there.logs, there.scores)
+        assert same_result(here, there)
         loop.one_round(round)
 
 

@@ -38,7 +38,7 @@ from fedprism.records import Protocol, RunDirectory, RunRecord, outcome, read_ru
 from fedprism.report import explain
 from fedprism.report.html import page
 from fedprism.report.models import models
-from tests.helpers import loop_for, same
+from tests.helpers import loop_for, same, same_result
 
 # 16, 64 and 32 features of their own; a multilayer perceptron without batch norm, and two networks with it.
 MLP, LENET, RESNET = {"name": "mlp", "hidden": [16]}, "lenet-bn", {"name": "resnet18", "width": 4}
@@ -399,11 +399,7 @@ def test_a_fresh_process_gives_the_same_bits(method: str, tiny: fp.Federation, t
     subprocess.run([sys.executable, "-m", "fedprism.engines.handover", str(tmp_path)], check=True, timeout=120)
     (here,) = loop.engine.train(1, {"textured": request}).values()
     there = read_result(tmp_path)
-    assert isinstance(here, Result)
-    assert isinstance(there, Result)
-    assert same(here.state, there.state)
-    assert same(here.upload, there.upload)
-    assert (here.samples, here.logs, here.scores) == (there.samples, there.logs, there.scores)
+    assert same_result(here, there)
 
 
 def test_who_comes_later_has_the_servers_architecture(tiny: fp.Federation) -> None:
@@ -440,9 +436,8 @@ def test_who_comes_later_with_a_model_of_its_own(method: str, tiny: fp.Federatio
         write_task(tmp_path / client, job, state, down)
         run_task(tmp_path / client)
         there = read_result(tmp_path / client)
+        assert same_result(here, there)
         assert isinstance(here, Result)
-        assert isinstance(there, Result)
-        assert same(here.state, there.state)
         assert any(tensor.shape[:1] == (4,) for tensor in here.state.values()) == (client == "new")
 
 
