@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fedprism.config import Config, read_config, setting
     from fedprism.errors import ConfigError, DataError, FedprismError, RecordError
     from fedprism.federation import ClientData, Federation, federation
+    from fedprism.federation.describe import describe
     from fedprism.methods.base import Method
     from fedprism.methods.ditto import Ditto
     from fedprism.methods.fed_co2 import FedCO2
@@ -45,6 +46,7 @@ _HOMES = {
     "fedprism.config": ["Config", "read_config", "setting"],
     "fedprism.errors": ["ConfigError", "DataError", "FedprismError", "RecordError"],
     "fedprism.federation": ["ClientData", "Federation", "federation"],
+    "fedprism.federation.describe": ["describe"],
     "fedprism.methods.base": ["Method"],
     "fedprism.methods.ditto": ["Ditto"],
     "fedprism.methods.fed_co2": ["FedCO2"],
@@ -107,6 +109,7 @@ __all__ = [
     "SiloBN",
     "__version__",
     "compare",
+    "describe",
     "federation",
     "load",
     "read_config",

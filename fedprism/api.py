@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from fedprism import config as configuration
 from fedprism.config import Config, EvaluateConfig, Named
 from fedprism.data import Dataset, folder
-from fedprism.data.images import normalise
+from fedprism.data.base import side
+from fedprism.data.images import changes, normalise
 from fedprism.data.pictures import DAMAGED, read_picture, reason
 from fedprism.engines.client import Job, client_receive, make_info, make_now
 from fedprism.engines.events import Callback, Snapshot
@@ -51,6 +52,7 @@ def resolve(config: Config, given: Method | None = None) -> Config:
     method = given or make(config.method)
     configuration.structure(configuration.plain(method), type(method), "method")
     learning_rate(config.train, 0)
+    changes(config.data.augment)
     if config.run.engine != "auto":
         ENGINES[config.run.engine]
     choose_precision(config.run.precision, choose_device(config.run.device))
@@ -70,7 +72,7 @@ def _own_models(config: Config) -> dict[str, Any]:
             "model.per_client is folder, which is for clients of folder:PATH that name their own models, but data.name "
             f"is {config.data.name!r}; write a list of models, or a map from client names to models."
         )
-    models, size = {}, config.data.image_size
+    models, size = {}, side(config.data, folder.SIDE)
     for file, entry in folder.own_models(config.data).items():
         site = file.parent.name
         try:  # the classes are not known yet, and do not matter to what can be mistaken here
@@ -78,6 +80,11 @@ def _own_models(config: Config) -> dict[str, Any]:
         except ConfigError as error:
             raise ConfigError(f"{file}: {error}") from None
         models[site] = entry
+    if config.data.partition.name != "domain":
+        raise ConfigError(
+            "model.per_client is folder, so every client is a site or a part of one, but data.partition is "
+            f"{config.data.partition.name!r}; take domain, or write a list of models."
+        )
     # The partition says what the clients are called; where it deals a site to several, all of them have its model.
     nothing = torch.empty(0, dtype=torch.int64)
     images = torch.empty(0, 3, size, size, dtype=torch.uint8)
@@ -415,7 +422,7 @@ class ClientModel:
         module = method.build(arch, client, info, info.seed)
         state = snapshot.clients[client]
         if method.moment != "trained" or state is None:
-            nothing = Split(torch.empty(0, *arch.shape, dtype=torch.uint8), torch.empty(0, dtype=torch.int64))
+            nothing = Split(_as_inputs((), arch.shape), torch.empty(0, dtype=torch.int64))
             data = ClientData(client, client, nothing, nothing, nothing, info.classes)
             job = Job(method, config, info, data, snapshot.round)
             now = replace(make_now(method, config, info, module, snapshot.round), client=client)
@@ -426,7 +433,8 @@ class ClientModel:
 
     @torch.no_grad()
     def probabilities(self, images: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Class probabilities `[n, classes]` of uint8 images, `[n, height, width, channels]` or channels first."""
+        """Class probabilities `[n, classes]` of uint8 images, `[n, height, width, channels]` or channels first; or of
+        texts as tokens `[n, length]`."""
         scores = [self.method.predict(self.module, x, draw) for x, draw in self._parts(images)]
         return torch.cat(scores).softmax(1).numpy() if scores else np.empty((0, self.info.classes), np.float32)
 
@@ -446,13 +454,16 @@ class ClientModel:
 
     def _parts(self, images: Any) -> Iterator[tuple[Tensor, Draw]]:
         """Images as the model takes them, some at a time, with the noise of each."""
-        x = normalise(_images(images, self.info.archs[self.client].shape), self.config.data.normalize)
+        x = normalise(_as_inputs(images, self.info.archs[self.client].shape), self.config.data.normalize)
         for step, part in enumerate(torch.split(x, SWEEP_BATCH) if len(x) else ()):
             yield part, keyed_draw(torch.device("cpu"), self.info.seed, "serve", self.client, step)
 
     def predict_files(self, paths: Sequence[str | Path]) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The most probable class of each image file, read as `folder:PATH` reads them."""
-        size, images = self.config.data.image_size, []
+        shape, images = self.info.archs[self.client].shape, []
+        if len(shape) != 3:
+            raise DataError("this model takes texts, not image files; give their tokens to `predict`.")
+        size = shape[-1]
         for path in map(Path, paths):
             try:
                 images.append(read_picture(path, size))
@@ -466,12 +477,26 @@ class ClientModel:
         return result
 
 
-def _images(images: Any, shape: tuple[int, int, int]) -> Tensor:
-    """Whatever a user holds as uint8 `[n, channels, height, width]`."""
+def _as_inputs(given: Any, shape: tuple[int, ...]) -> Tensor:
+    """Whatever a user holds as uint8 `[n, channels, height, width]`, or tokens as int32 `[n, length]`."""
     try:
-        x = images if isinstance(images, Tensor) else torch.as_tensor(np.array(images))
+        x = given if isinstance(given, Tensor) else torch.as_tensor(np.array(given))
     except (TypeError, ValueError) as error:
         raise DataError(f"images cannot be made an array: {error}. For files use `predict_files`.") from error
+    if not len(x):
+        return torch.empty(0, *shape, dtype=torch.uint8) if len(shape) == 3 else torch.empty(0, shape[0]).int()
+    return _as_images(x, shape) if len(shape) == 3 else _as_tokens(x, *shape)
+
+
+def _as_tokens(x: Tensor, length: int, words: int) -> Tensor:
+    if x.is_floating_point() or x.dtype == torch.bool or x.ndim != 2 or x.shape[1] != length:
+        raise DataError(f"texts are {x.dtype} {tuple(x.shape)}; expected whole numbers [n, {length}]: their tokens.")
+    if int(x.min()) < 0 or int(x.max()) >= words:
+        raise DataError(f"tokens reach from {int(x.min())} to {int(x.max())}; expected 0 to {words - 1}.")
+    return x.to(torch.int32)
+
+
+def _as_images(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     channels, height, width = shape
     if x.dtype != torch.uint8:
         raise DataError(f"images are {x.dtype}; expected uint8 from 0 to 255, as they are in a file.")

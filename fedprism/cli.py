@@ -24,7 +24,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from fedprism import config as configuration
-from fedprism.config import Config, ModelConfig
+from fedprism.config import Config, DataConfig, ModelConfig
 from fedprism.errors import ConfigError, FedprismError, RecordError
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fedprism.records import RunRecord
     from fedprism.report.explain import Counted
     from fedprism.report.formats import Grid
+    from fedprism.report.inspection import Holdings
     from fedprism.report.progress import Progress
     from fedprism.report.table import Table
 
@@ -41,15 +42,18 @@ DEMO_METHODS = ("local", "fedavg", "fedprox", "fedbn", "fedrep", "ditto")
 DEMO_ROUNDS, QUICK_ROUNDS = 30, 5
 _DEMO_NOTE = "README.txt"
 
+_HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
     name="fedprism",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_show_locals=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=_HELP,
 )
+data_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", context_settings=_HELP)
 
 _START, _RUN, _LEARN = "Start here", "Train", "Look things up"
+app.add_typer(data_app, name="data", rich_help_panel=_LEARN, help="Datasets: which are there, fetch one, look at one.")
 
 Protocols = Annotated[
     str | None,
@@ -68,6 +72,10 @@ Settings = Annotated[
         metavar="KEY=VALUE",
         help="Laid over the file, such as [b]train.rounds=50[/b]. May be repeated.",
     ),
+]
+Root = Annotated[
+    Path | None,
+    typer.Option(help="The folder of published data; left out: $FEDPRISM_DATA, or a folder of the cache."),
 ]
 
 
@@ -100,13 +108,13 @@ def main() -> None:
     app()
 
 
-def _command(panel: str, name: str | None = None) -> Callable[[Command], Command]:
+def _command(panel: str | None, name: str | None = None, to: typer.Typer = app) -> Callable[[Command], Command]:
     """Register a command. Its help is its docstring, a line a paragraph, but for paragraphs that begin with \\b."""
 
     def register(function: Command) -> Command:
         paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
         joined = [text if text.startswith("\b") else text.replace("\n", " ") for text in paragraphs]
-        return app.command(name, help="\n\n".join(joined), rich_help_panel=panel)(function)
+        return to.command(name, help="\n\n".join(joined), rich_help_panel=panel)(function)
 
     return register
 
@@ -439,7 +447,7 @@ def explain(
     """
     with _told(), _loading():
         from fedprism.methods import find, make
-        from fedprism.report.explain import REQUIRED, decided, facts_of, settings_of, traffic
+        from fedprism.report.explain import REQUIRED, data_in_words, decided, facts_of, settings_of, traffic
 
         cls = find(method)
         known = settings_of(cls)
@@ -478,7 +486,7 @@ def explain(
     else:
         out.print("It has no settings of its own.")
     out.print()
-    data = f"{classes} classes, images 3x{image_size}x{image_size}"
+    data = data_in_words(models, classes, image_size)
     if len(counted) > 1:
         _print_counted(counted, data, rounds)
         return
@@ -487,6 +495,157 @@ def explain(
     out.print(Text(f"A client and round, {where}: {_bytes(first.down)} down, {_bytes(first.up)} up."))
     if last != first:
         out.print(Text(f"In the last of {rounds} rounds: {_bytes(last.down)} down, {_bytes(last.up)} up."))
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+@_command(None, "list", data_app)
+def list_data(root: Root = None) -> None:
+    """Every dataset: whether it is there, how many classes and domains it has, and under which licence it is published.
+
+    \b
+    Example:
+      fedprism data list
+      FEDPRISM_DATA=/srv/data fedprism data list
+    """
+    with _told(), _loading():
+        from fedprism.data.places import root_of
+        from fedprism.report.datasets import READY, datasets
+
+        place = root_of(_placed(root))
+        listing = RichTable(box=None, pad_edge=False, header_style="bold")
+        for column in ("dataset", "files", "classes", "domains", "licence"):
+            number = column in ("classes", "domains")
+            listing.add_column(column, no_wrap=column != "licence", justify="right" if number else "left")
+        for row in datasets(place):
+            listing.add_row(*map(Text, row), style="green" if row.state == READY else "")
+    _out().print(listing)
+    _next(
+        ("looked for files in", f"{place} (--root, data.root and $FEDPRISM_DATA name another folder)"),
+        ("fetch one", "fedprism data prepare NAME"),
+        ("look at one", "fedprism data inspect NAME"),
+    )
+
+
+@_command(None, "prepare", data_app)
+def prepare_data(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A name of [b]fedprism data list[/b].")],
+    root: Root = None,
+) -> None:
+    """Download a dataset as it was published, check it, and convert it once.
+
+    The licence is shown first. A download that was cut off goes on where it stopped; what is there already is not
+    fetched again.
+
+    \b
+    Example:
+      fedprism data prepare cifar100
+      fedprism data prepare office-caltech-10 --root /srv/data
+    """
+    with _told("The same command goes on."), _loading():
+        from fedprism.data import DATASETS, load
+        from fedprism.data.places import root_of
+        from fedprism.data.sources import prepare
+
+        config = dataclasses.replace(_placed(root), name=name)
+        place = root_of(config)
+    with _told("The same command goes on where it was stopped."):
+        prepare(name, place, _err())
+        if name in DATASETS:  # mnist-m, svhn, usps and synth-digits are parts of digits-five only
+            made = load(config, 0)
+            _say(f"{name} is ready: {len(made):,} {'texts' if made.images.ndim == 2 else 'images'}.", "green")
+    look = f"fedprism data inspect {name if name in DATASETS else 'digits-five'}"
+    _next(("files", str(place)), ("look at it", look if root is None else f"{look} --root {root}"))
+
+
+@_command(None, "inspect", data_app)
+def inspect_data(
+    what: Annotated[
+        str, typer.Argument(metavar="NAME|CONFIG.yaml", help="A dataset, folder:PATH, or the data of a configuration.")
+    ],
+    partition: Annotated[
+        str | None, typer.Option(help="How images are dealt: a name of [b]fedprism list partitions[/b].")
+    ] = None,
+    clients: Annotated[
+        int | None, typer.Option(min=1, help="How many clients; left out: as the partition says.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the dealing; left out: 0, or the configuration's.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Such as [b]data.partition.alpha=0.1[/b]. May be repeated."),
+    ] = None,
+    root: Root = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A folder for clients.csv, bubbles.png and contact-sheet.png.")
+    ] = None,
+) -> None:
+    """Who has how much of what: counts of every client and class, and how different the clients are.
+
+    With --out, the whole table as CSV, a circle for each client and class, and images of every client are written.
+
+    \b
+    Example:
+      fedprism data inspect digits-skew
+      fedprism data inspect cifar100 --partition dirichlet --clients 20 \\
+          --set data.partition.alpha=0.1 --out look
+      fedprism data inspect folder:hospitals
+      fedprism data inspect mine.yaml --seed 1
+    """
+    with _told(), _loading():
+        from fedprism.federation import describe, make_federation
+        from fedprism.federation.base import inputs_in_words
+        from fedprism.report import inspection
+
+        config = _inspected(what, partition, clients, seed, settings or [], root)
+    with _told():
+        federation = make_federation(config.data, config.seed)
+        described = describe(federation)
+        dealt = ", ".join(
+            (config.data.partition.name, *(f"{key} {value}" for key, value in config.data.partition.settings.items()))
+        )
+        number = f"{len(federation.clients)} client{'s' if len(federation.clients) > 1 else ''}"
+        held = f"{number}, {federation.classes} classes, {inputs_in_words(federation.shape)}"
+        shown = _out()
+        shown.print(Text(f"{federation.name}: {held}", style="bold"))
+        shown.print(Text(f"partition {dealt}, seed {config.seed}", style="dim"), soft_wrap=True)
+        _print_table(inspection.Holdings(federation))
+        shown.print(Text(inspection.rest(federation)))
+        shown.print()
+        shown.print(Text(str(described)), soft_wrap=True)
+        figures = RichTable(box=None, show_header=False, pad_edge=False)
+        figures.add_column(style="dim", no_wrap=True)
+        figures.add_column(justify="right")
+        for name, value in described.numbers().items():
+            figures.add_row(name, f"{value:,}" if isinstance(value, int) else f"{value:.3f}")
+        shown.print(figures)
+        if out is None:
+            _next(("all counts, a plot and a contact sheet", "the same command with --out FOLDER"))
+        else:
+            said = inspection.write(federation, out, f"{federation.name}: {dealt}")
+            _next(*((f"{out / name}", words) for name, words in said.items()))
+
+
+def _placed(root: Path | None) -> DataConfig:
+    return DataConfig(root=None if root is None else str(root))
+
+
+def _inspected(
+    what: str,
+    partition: str | None,
+    clients: int | None,
+    seed: int | None,
+    settings: Sequence[str],
+    root: Path | None,
+) -> Config:
+    """The configuration that `inspect` is asked about; --set has the last word."""
+    given = {"data.partition.name": partition, "data.partition.clients": clients, "seed": seed}
+    given["data.root"] = None if root is None else str(root)
+    overrides = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
+    if not what.startswith("folder:") and (what.endswith((".yaml", ".yml")) or Path(what).is_file()):
+        return configuration.read(what, [*overrides, *settings])
+    raw = configuration.override({"data": {"name": what, "partition": "domain"}}, [*overrides, *settings])
+    return configuration.structure(raw, Config)
 
 
 # --- what commands are made of ---------------------------------------------------------------------------------------
@@ -574,7 +733,7 @@ def _table(runs: Sequence[Run], protocol: str | None) -> Table:
     return table([run.record for run in runs], protocol)
 
 
-def _print_table(result: Table | Grid) -> None:
+def _print_table(result: Table | Grid | Holdings) -> None:
     """As wide as the terminal allows; in a file or a pipe as wide as it is."""
     out = _out()
     if out.is_terminal:

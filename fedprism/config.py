@@ -33,9 +33,9 @@ def setting(default: Any, doc: str, check: Callable[[Any], bool] | None = None, 
     return field(default=default, metadata=metadata)
 
 
-def required(doc: str) -> Any:
+def required(doc: str, check: Callable[[Any], bool] | None = None, expected: str = "") -> Any:
     """A dataclass field without a default."""
-    return field(metadata={"doc": doc})
+    return field(metadata={"doc": doc, "check": check, "expected": expected})
 
 
 def positive(value: Any) -> bool:
@@ -44,6 +44,10 @@ def positive(value: Any) -> bool:
 
 def _some(value: Any) -> bool:
     return bool(value == "auto" or value > 0)
+
+
+def _side(value: Any) -> bool:
+    return bool(value == "auto" or 1 <= value <= 4096)
 
 
 def share(value: Any) -> bool:
@@ -63,6 +67,14 @@ class Named:
 
 @dataclass(frozen=True)
 class SplitConfig:
+    rule: Literal["shares", "smallest"] = setting(
+        "shares",
+        "shares: of each client's own images; smallest: as FedBN on Office and DomainNet, shares of as many as the "
+        "smallest client has, for everybody",
+    )
+    train: float | None = setting(
+        None, "with rule smallest: its share; null: all that is left", lambda v: v is None or 0 < v <= 1, "above 0 to 1"
+    )
     validation: float = setting(0.1, "share of a client's images kept for choosing the best round", share, "0 to 1")
     test: float | None = setting(
         None, "share kept for the test; null: the dataset's own test part or share", share, "0 to 1"
@@ -70,16 +82,41 @@ class SplitConfig:
 
 
 @dataclass(frozen=True)
+class Normal:
+    """A mean and a standard deviation a channel, of pixels from 0 to 1."""
+
+    mean: tuple[float, ...] = required("a number a channel")
+    std: tuple[float, ...] = required("a number a channel", lambda v: all(s > 0 for s in v), "numbers above 0")
+
+    def __post_init__(self) -> None:
+        if not self.mean or len(self.mean) != len(self.std):
+            raise ConfigError(f"mean has {len(self.mean)} numbers and std {len(self.std)}; expected one each a channel")
+
+
+@dataclass(frozen=True)
 class DataConfig:
-    name: str = setting("digits-skew", "`fedprism list datasets`, or folder:PATH")
-    root: str | None = setting(None, "the folder that relative paths of data start from; null: the working directory")
+    name: str = setting("digits-skew", "`fedprism data list`, or folder:PATH")
+    root: str | None = setting(
+        None, "where published datasets lie, or relative paths of folder: start; null: $FEDPRISM_DATA, or here"
+    )
+    domains: tuple[str, ...] | None = setting(None, "which of the dataset's domains, in this order; null: all")
     partition: Named = setting(Named("domain", {"clients": 5}), "how images are dealt; `fedprism list partitions`")
     split: SplitConfig = setting(SplitConfig(), "train / validation / test, fixed by the seed")
     samples: int | None = setting(None, "a fixed number of training images a client; null: all", positive, "1 or more")
+    fraction: float = setting(
+        1.0, "share of its training images that a client keeps", lambda v: 0 < v <= 1, "above 0 to 1"
+    )
     public: int = setting(0, "images set aside for everyone before dealing", lambda v: v >= 0, "0 or more")
-    image_size: int = setting(16, "pixels a side", lambda v: 1 <= v <= 4096, "1 to 4096")
-    normalize: Literal["half", "none"] = setting("half", "half: to [-1, 1]; none: to [0, 1]")
-    augment: Literal["none"] = setting("none", "changes to training images, drawn anew each epoch")
+    image_size: int | Literal["auto"] = setting(
+        "auto", "pixels a side; auto: as published, 16 for digits-skew and folder:", _side, "auto, or 1 to 4096"
+    )
+    normalize: Literal["half", "none", "imagenet", "cifar10", "cifar100"] | Normal = setting(
+        "half",
+        "half: to [-1, 1]; none: to [0, 1]; a dataset's mean and deviation by name, or {mean: [...], std: [...]}",
+    )
+    augment: Literal["none"] | tuple[Named, ...] = setting(
+        "none", "changes to training images, drawn anew each time: [flip, {name: rotate, degrees: 30}, crop]"
+    )
 
 
 @dataclass(frozen=True)
@@ -235,7 +272,11 @@ def _union(raw: Any, kind: Any) -> Any:
         return None
     wrong = []
     for option in typing.get_args(kind):
-        if option is not type(None):
+        if isinstance(option, type) and dataclasses.is_dataclass(option):
+            if isinstance(raw, Mapping):
+                return _converter.structure(raw, option)  # its own error names the mistaken key
+            wrong.append(f"{raw!r} is not a mapping of {', '.join(f.name for f in dataclasses.fields(option))}")
+        elif option is not type(None):
             try:
                 return _converter.structure(raw, option)
             except (BaseValidationError, ConfigError, TypeError, ValueError) as error:
@@ -426,12 +467,21 @@ def override(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]
 
 
 def _forget_settings(raw: dict[str, Any], overrides: Iterable[str]) -> None:
-    """Another method or model than the file's does not inherit the settings that stand beside its name."""
-    stays = {"method": set[str](), "model": {f.name for f in dataclasses.fields(ModelConfig)}}
+    """Another method, model, partition or schedule than the file's does not inherit the settings beside its name."""
+    stays: dict[str, set[str]] = {
+        "method": set(),
+        "model": {f.name for f in dataclasses.fields(ModelConfig)},
+        "data.partition": {"clients", "of"},  # which all of them have
+        "train.schedule": set(),
+    }
     for text in overrides:
         path, _, value = text.partition("=")
-        kind, _, key = path.strip().partition(".")
-        held = raw.get(kind)
+        kind, _, key = path.strip().rpartition(".")
+        *above, last = kind.split(".")
+        level: Any = raw
+        for name in above:
+            level = level.get(name) if isinstance(level, dict) else None
+        held = level.get(last) if isinstance(level, dict) else None
         if kind not in stays or not isinstance(held, dict):
             continue
         try:
@@ -439,7 +489,7 @@ def _forget_settings(raw: dict[str, Any], overrides: Iterable[str]) -> None:
         except yaml.YAMLError:  # told where it is read
             continue
         if other or (kind, key) == ("model", "per_client"):
-            raw[kind] = {k: v for k, v in held.items() if k in stays[kind]}
+            level[last] = {k: v for k, v in held.items() if k in stays[kind]}
 
 
 read_config = read  # the name that it has outside

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+NAMED = 5  # of a long list of mistakes, how many are named
+
 
 class FedprismError(Exception):
     """Something that was given cannot be used; the message says what, what was expected, and what to do."""
@@ -29,3 +31,14 @@ def unknown(kind: str, given: str, known: Iterable[str]) -> str:
     near = [lower[name] for name in get_close_matches(given.lower(), lower, n=1, cutoff=0.5)]
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"unknown {kind} {given!r}.{hint} Known: {', '.join(names) or 'none'}."
+
+
+def some(names: Iterable[str], between: str = ", ") -> str:
+    """The first few of a long list, and how many more there are.
+
+    >>> some("abcdefg")
+    'a, b, c, d, e, and 2 more'
+    """
+    names = list(names)
+    rest = f"{between}and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return between.join(names[:NAMED]) + rest

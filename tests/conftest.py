@@ -20,6 +20,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Converted data of tests do not stay in the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FEDPRISM_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny() -> Federation:
     """Three clients of 40 training and 36 test images, 16 pixels a side."""

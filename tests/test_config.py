@@ -16,7 +16,7 @@ from fedprism.errors import ConfigError
 PROMISED = """
 seed: 0
 data: {name: digits-skew, root: null, partition: {name: domain, clients: 5}, split: {validation: 0.1, test: null},
-  samples: null, public: 0, image_size: 16, normalize: half, augment: none}
+  samples: null, public: 0, image_size: auto, normalize: half, augment: none}
 model: {name: lenet-bn, head_layers: 1}
 method: {name: fedprox, mu: 0.1}
 train: {rounds: 30, epochs: 1, batch: 32, last_batch: keep,
@@ -166,3 +166,15 @@ def test_another_name_does_not_inherit_settings() -> None:
     assert override(raw, ["model.per_client=[mlp]"])["model"] == listed
     assert override({}, ["model.per_client.plain=mlp"])["model"] == {"per_client": {"plain": "mlp"}}
     assert raw["method"] == {"name": "fedsce", "p": 1}
+
+
+def test_another_partition_or_schedule_does_not_inherit_settings() -> None:
+    raw = {
+        "data": {"partition": {"name": "domain", "clients": 20, "order": "blocks"}},
+        "train": {"schedule": {"name": "step", "every": 10}},
+    }
+    changed = override(raw, ["data.partition.name=dirichlet", "train.schedule.name=cosine"])
+    assert changed["data"]["partition"] == {"name": "dirichlet", "clients": 20}
+    assert changed["train"]["schedule"] == {"name": "cosine"}
+    assert override(raw, ["data.partition.name=domain"]) == raw
+    assert raw["data"]["partition"]["order"] == "blocks"

@@ -23,7 +23,7 @@ import yaml
 import fedprism
 from fedprism import cli
 from fedprism.config import MOMENTS, Config, ModelConfig, Named, override, plain, read, structure
-from fedprism.data import DATASETS, digits, folder, pictures
+from fedprism.data import DATASETS, digits, folder, pictures, synthetic
 from fedprism.data.folder import Options
 from fedprism.engines.passes import SCHEDULES
 from fedprism.federation import PARTITIONS, federation
@@ -183,15 +183,18 @@ def test_settings_beside_a_name_are_explained(registry: Any) -> None:
         about = [line for line in lines if f"`{name}`" in line]
         assert about, f"configuration.md says nothing of {registry.kind} {name}"
         for f in dataclasses.fields(cls):
-            shown = "one a domain" if f.name == "clients" else f"`{flow(default_of(f))}`"
-            assert any(f"`{f.name}`" in line and shown in line for line in about), f"{name}: {f.name}, {shown}"
+            shown = f"`{flow(default_of(f))}`"
+            named = [line for line in lines if line.startswith("| all |")] if f.name == "of" else about
+            assert any(f"`{f.name}`" in line and shown in line for line in named), f"{name}: {f.name}, {shown}"
 
 
 def test_data_page() -> None:
     page = DOCS / "data.md"
     assert_rows(page, rows(Options))
     text = text_of(page)
-    assert all(f"`{name}`" in text or f"`{name}:" in text for name in DATASETS)
+    both = text + text_of(DOCS / "datasets.md")
+    assert all(f"`{name}`" in both or f"`{name}:" in both for name in DATASETS)
+    assert_rows(DOCS / "datasets.md", rows(synthetic.Options))
     assert all(f"`{suffix}`" in text for suffix in pictures.SUFFIXES)
     assert all(f"| `{style}` |" in text for style in digits.STYLES)
     assert f"more than {pictures.MAX_PIXELS:,} pixels" in text

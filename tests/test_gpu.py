@@ -53,12 +53,44 @@ def test_different_architectures(method: str, adapter: str, tmp_path: Path) -> N
     same_bits_and_resumed_is_straight(raw, tmp_path)
 
 
-@pytest.mark.parametrize("model", ["cnn4", "digit6", "resnet18", "resnet50", "vit-tiny", "vit-b-16"])
+NETWORKS = ["cnn4", "digit6", "convnet-bn", "alexnet-bn", "resnet18", "resnet50", "vit-tiny", "vit-b-16"]
+
+
+@pytest.mark.parametrize("model", NETWORKS)
 def test_every_network_gives_the_same_bits_twice(model: str, tmp_path: Path) -> None:
-    raw = {**RAW, "model": model, "data": {**RAW["data"], "image_size": 32}, "method": "fedbn"}
+    side = 64 if model == "alexnet-bn" else 32
+    raw = {**RAW, "model": model, "data": {**RAW["data"], "image_size": side}, "method": "fedbn"}
     runs = [api.run_config(structure(raw, Config), "x", out=tmp_path / name) for name in ("one", "two")]
     first, second = ((run.path / "metrics.jsonl").read_bytes() for run in runs)
     assert first == second
+
+
+def test_changed_images(tmp_path: Path) -> None:
+    data = {**RAW["data"], "augment": ["flip", {"name": "rotate", "degrees": 30}, {"name": "crop", "padding": 2}]}
+    same_bits_and_resumed_is_straight({**RAW, "data": data, "method": "fedbn"}, tmp_path)
+
+
+@pytest.mark.parametrize("batch", [10, 64])
+@pytest.mark.parametrize("method", ["fedavg", "fedcp"])
+def test_texts(method: str, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of 200 tokens that repeat a few words, so that many positions add to one row of the embedding."""
+    monkeypatch.setenv("FEDPRISM_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "agnews").mkdir()
+    for part, count in (("train", 600), ("test", 120)):
+        rows = (f'"{i % 4 + 1}","word{i % 4}","{" ".join(f"w{i * j % 37}" for j in range(220))}"' for i in range(count))
+        (tmp_path / "agnews" / f"{part}.csv").write_text("\n".join(rows) + "\n")
+    raw = {
+        **RAW,
+        "data": {
+            "name": "agnews",
+            "root": str(tmp_path),
+            "partition": {"name": "dirichlet", "clients": 3, "alpha": 1.0},
+        },
+        "model": "fasttext",
+        "train": {"rounds": 3, "batch": batch, "optimizer": {"lr": 0.5}},
+        "method": method,
+    }
+    same_bits_and_resumed_is_straight(raw, tmp_path)
 
 
 def test_the_gpu_follows_the_cpu(tmp_path: Path) -> None:

@@ -1,7 +1,21 @@
 """Named datasets as arrays with domain names. Importing this package registers them in `DATASETS`."""
 
-from fedprism.data import digits, folder
+from fedprism.data import agnews, cifar, digits, digits_five, folder, image_sets, synth_digits, synthetic
 from fedprism.data.base import DATASETS, Dataset, check_names, load
 from fedprism.data.images import normalise
 
-__all__ = ["DATASETS", "Dataset", "check_names", "digits", "folder", "load", "normalise"]
+__all__ = [
+    "DATASETS",
+    "Dataset",
+    "agnews",
+    "check_names",
+    "cifar",
+    "digits",
+    "digits_five",
+    "folder",
+    "image_sets",
+    "load",
+    "normalise",
+    "synth_digits",
+    "synthetic",
+]

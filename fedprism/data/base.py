@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
 import torch
+import yaml
 from torch import Tensor
 
-from fedprism.config import DataConfig
-from fedprism.errors import DataError
+from fedprism.config import DataConfig, structure
+from fedprism.errors import ConfigError, DataError, unknown
 from fedprism.registry import Registry
 
+T = TypeVar("T")
 Loader = Callable[[DataConfig, int], "Dataset"]
 
 # A loader takes the configuration and the seed; the first line of its docstring is what `fedprism list datasets` shows.
-# What follows a colon in a dataset's name (`folder:PATH`) is the loader's own business.
+# What follows a colon (`folder:PATH`) or a question mark (`synthetic?clients=100`) in a dataset's name is its own
+# business.
 DATASETS: Registry[Loader] = Registry("dataset")
 
+WITH_OPTIONS = {"folder"}  # datasets whose names may end in ?key=value,...; a module that reads `options` adds its own
 NAME_LENGTH = 100
 
 
 def load(config: DataConfig, seed: int) -> Dataset:
     """The dataset that the configuration names."""
     kind, colon, rest = config.name.partition(":")
+    kind = kind.partition("?")[0]
     if kind == "arrays":
         raise DataError(
             f"the images of {rest or 'this federation'!r} were arrays in a Python program and are not stored anywhere; "
@@ -33,7 +39,73 @@ def load(config: DataConfig, seed: int) -> Dataset:
     loader = DATASETS[kind]
     if colon and kind != "folder":
         raise DataError(f"dataset {config.name!r}: only `folder:PATH` takes a colon; write {kind!r}.")
-    return loader(config, seed)
+    if "?" in config.name and kind not in WITH_OPTIONS:
+        raise DataError(f"dataset {config.name!r}: {kind} takes no options; write {kind!r}.")
+    return _only(loader(config, seed), config)
+
+
+def _only(dataset: Dataset, config: DataConfig) -> Dataset:
+    """The domains that the configuration asks for; a loader may have left out the others already."""
+    wanted = chosen_domains(config, dataset.domain_names)
+    if wanted == dataset.domain_names:
+        return dataset
+    number = torch.full((len(dataset.domain_names),), -1)
+    number[[dataset.domain_names.index(name) for name in wanted]] = torch.arange(len(wanted))
+    domains = number[dataset.domains]
+    rows = domains >= 0
+
+    def kept(level: Level | None) -> Level | None:
+        return level and level._replace(labels=level.labels[rows])
+
+    return replace(
+        dataset,
+        images=dataset.images[rows],
+        labels=dataset.labels[rows],
+        domains=domains[rows],
+        domain_names=wanted,
+        is_test=None if dataset.is_test is None else dataset.is_test[rows],
+        coarse=kept(dataset.coarse),
+        fine=kept(dataset.fine),
+    )
+
+
+def options(config: DataConfig, kind: type[T]) -> T:
+    """What follows the question mark in a dataset's name, as a checked dataclass: `name?key=value,key=value`.
+
+    >>> from dataclasses import dataclass, replace
+    >>> @dataclass(frozen=True)
+    ... class Size:
+    ...     clients: int = 10
+    >>> options(DataConfig("synthetic?clients=100"), Size).clients
+    100
+    """
+    raw = {}
+    for pair in filter(None, config.name.partition("?")[2].split(",")):
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"data.name is {config.name!r}: {pair!r} is not key=value.")
+        try:
+            raw[key.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ConfigError(f"data.name is {config.name!r}: the value of {key.strip()} cannot be read.") from None
+    return structure(raw, kind, f"the options of {config.name!r}")
+
+
+def side(config: DataConfig, own: int) -> int:
+    """Pixels a side: what the configuration says, or the dataset's own."""
+    return own if config.image_size == "auto" else config.image_size
+
+
+def chosen_domains(config: DataConfig, known: Sequence[str], default: Sequence[str] | None = None) -> tuple[str, ...]:
+    """The domains that the configuration asks for; `default` (or all that are known) where it does not."""
+    if config.domains is None:
+        return tuple(known if default is None else default)
+    for name in config.domains:
+        if name not in known:
+            raise ConfigError(f"data.domains of {config.name!r}: {unknown('domain', name, known)}")
+    if not config.domains or len(set(config.domains)) < len(config.domains):
+        raise ConfigError(f"data.domains is {list(config.domains)}; expected one or more domains, each once.")
+    return config.domains
 
 
 def check_names(kind: str, names: Iterable[str]) -> None:
@@ -75,12 +147,19 @@ def _wrong_with(name: object) -> str:
     return ""
 
 
+class Level(NamedTuple):
+    """A second label of every image, above its class (a superclass) or below it (a subclass)."""
+
+    labels: Tensor  # int64 [n], index into names
+    names: tuple[str, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Images with their labels and the domain that each was taken from."""
+    """Images (or texts) with their labels and the domain that each was taken from."""
 
     name: str
-    images: Tensor  # uint8 [n, channels, height, width]
+    images: Tensor  # uint8 [n, channels, height, width]; or int32 [n, length]: texts as token numbers, 0 is padding
     labels: Tensor  # int64 [n], index into class_names
     domains: Tensor  # int64 [n], index into domain_names
     domain_names: tuple[str, ...]
@@ -89,16 +168,22 @@ class Dataset:
     test_share: float  # share for the test where there is no test part and split.test is null
     least_train: int = 2  # fewer training images than this are too few for a client (batch norm needs two)
     sites: bool = False  # the domains are real sites: none may be left out
+    coarse: Level | None = None  # what a class belongs to
+    fine: Level | None = None  # what a class is made of
+    words: int = 0  # of texts: how many tokens there are
+    round_up: bool = False  # a test part of n images is rounded up, as scikit-learn does, not to the nearest
 
     def __post_init__(self) -> None:
         n, what = len(self.images), f"dataset {self.name!r}"
-        if self.images.dtype != torch.uint8 or self.images.ndim != 4:
+        kinds = {"uint8 [n, channels, height, width]": (torch.uint8, 4), "int32 [n, length]": (torch.int32, 2)}
+        if (self.images.dtype, self.images.ndim) not in kinds.values():
             given = f"{self.images.dtype} {tuple(self.images.shape)}"
-            raise DataError(f"{what}: images are {given}; expected uint8 [n, channels, height, width].")
-        for kind, values, names in (
-            ("labels", self.labels, self.class_names),
-            ("domains", self.domains, self.domain_names),
-        ):
+            raise DataError(f"{what}: images are {given}; expected {' or, of texts, '.join(kinds)}.")
+        if (self.images.ndim == 2) != (self.words > 0):
+            raise DataError(f"{what}: words is {self.words}; texts need the number of tokens, images have none.")
+        columns = [("labels", self.labels, self.class_names), ("domains", self.domains, self.domain_names)]
+        columns += [(name, *level) for name, level in (("coarse", self.coarse), ("fine", self.fine)) if level]
+        for kind, values, names in columns:
             if values.dtype != torch.int64 or values.shape != (n,):
                 raise DataError(f"{what}: {kind} are {values.dtype} {tuple(values.shape)}; expected int64 [{n}].")
             if n and (int(values.min()) < 0 or int(values.max()) >= len(names)):
@@ -108,3 +193,9 @@ class Dataset:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of an image: channels, height, width; of a text: its length, and how many words there are."""
+        shape = tuple(self.images.shape[1:])
+        return (*shape, self.words) if self.words else shape

@@ -16,10 +16,10 @@ from torch.nn.functional import affine_grid, conv2d, grid_sample, pad
 
 from fedprism import keys
 from fedprism.config import DataConfig
-from fedprism.data.base import DATASETS, Dataset
+from fedprism.data.base import DATASETS, Dataset, side
 from fedprism.errors import DataError
 
-SMALLEST, LARGEST = 8, 512  # pixels a side
+SIDE, SMALLEST, LARGEST = 16, 8, 512  # pixels a side
 TEST_SHARE = 0.6  # few images to train on, as at a small site, and enough to test on
 LEAST_TRAIN = 20
 
@@ -29,7 +29,7 @@ Rng = torch.Generator
 @DATASETS.register("digits-skew")
 def digits_skew(config: DataConfig, seed: int) -> Dataset:
     """1,797 handwritten digits in five styles: plain, tinted, textured, blurred, rotated; built in, no download."""
-    size = config.image_size
+    size = side(config, SIDE)
     if not SMALLEST <= size <= LARGEST:
         raise DataError(f"digits-skew: data.image_size is {size}; expected {SMALLEST} to {LARGEST}, such as 16 or 32.")
     from sklearn.datasets import load_digits  # slow to import, and needed only here

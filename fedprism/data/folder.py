@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,13 +27,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedprism.config import DataConfig, setting, structure
-from fedprism.data.base import DATASETS, Dataset, check_names
+from fedprism.data.base import DATASETS, Dataset, check_names, side
 from fedprism.data.pictures import DAMAGED, SUFFIXES, read_picture, reason
 from fedprism.data.progress import progress
-from fedprism.errors import DataError
+from fedprism.errors import DataError, some
 
 TEST_SHARE = 0.2
-NAMED = 5  # of a long list of mistakes, how many are named
+SIDE = 16  # pixels, unless data.image_size says otherwise
 WORKERS = min(8, os.cpu_count() or 1)  # each may hold a large image
 LAYOUT = "expected PATH/<client>/<class>/ with images, or PATH/<client>/train/<class>/ and PATH/<client>/test/<class>/"
 CLUTTER = ("thumbs.db", "desktop.ini")
@@ -66,7 +66,7 @@ def folder(config: DataConfig, seed: int) -> Dataset:
     except OSError as error:
         raise DataError(f"{error.filename or root} cannot be listed: {error.strerror or error}.") from None
     _check_content(root, items, labels)
-    images, failed = _read(items, config.image_size, options.background)
+    images, failed = _read(items, side(config, SIDE), options.background)
     if failed:
         _report_unreadable(root, items, failed, options)
         kept = [i for i in range(len(items)) if i not in failed]
@@ -143,7 +143,7 @@ def _listed(root: Path) -> tuple[list[Item], list[str]]:
     if ignored:
         names = [path.relative_to(root).as_posix() for path in ignored]
         kinds = ", ".join(SUFFIXES)
-        warnings.warn(f"{root}: ignored files that are not {kinds}: {_some(names)}.", stacklevel=2)
+        warnings.warn(f"{root}: ignored files that are not {kinds}: {some(names)}.", stacklevel=2)
     check_names("class", sorted(labels))
     return items, sorted(labels)
 
@@ -170,7 +170,7 @@ def _one_layout(root: Path, clients: Sequence[Path]) -> None:
         given = {"train", "test"} <= names
         if given and len(names) > 2:
             raise DataError(
-                f"{client} holds train/ and test/ and also {_some(sorted(names - {'train', 'test'}))}; move what is to "
+                f"{client} holds train/ and test/ and also {some(sorted(names - {'train', 'test'}))}; move what is to "
                 "be trained on into train/ (a validation part is cut from it), or remove it."
             )
         (with_parts if given else without).append(client.name)
@@ -182,7 +182,7 @@ def _one_layout(root: Path, clients: Sequence[Path]) -> None:
                 )
     if with_parts and without:
         raise DataError(
-            f"{root}: some clients have train/ and test/ ({_some(with_parts)}), others not ({_some(without)}); "
+            f"{root}: some clients have train/ and test/ ({some(with_parts)}), others not ({some(without)}); "
             "use one layout for all."
         )
 
@@ -192,7 +192,7 @@ def _pictures(label: Path) -> tuple[list[Path], list[Path]]:
     folders, files = _entries(label)
     if folders:
         raise DataError(
-            f"{label} should be a class folder but holds folders ({_some([f.name for f in folders])}); {LAYOUT}."
+            f"{label} should be a class folder but holds folders ({some([f.name for f in folders])}); {LAYOUT}."
         )
     pictures = [path for path in files if path.suffix.lower() in SUFFIXES]
     return pictures, [
@@ -225,8 +225,7 @@ def _check_content(root: Path, items: Sequence[Item], labels: Sequence[str]) -> 
     if missing:
         part = " to train on" if given else ""
         raise DataError(
-            f"{root}: no client has images{part} of the classes {_some(missing)}; "
-            "add some, or remove the empty folders."
+            f"{root}: no client has images{part} of the classes {some(missing)}; add some, or remove the empty folders."
         )
     if len(labels) < 2:
         raise DataError(f"{root} has one class only ({labels[0]!r}); expected two or more class folders a client.")
@@ -263,7 +262,7 @@ def _read(items: Sequence[Item], size: int, background: str) -> tuple[Tensor, di
 def _report_unreadable(root: Path, items: Sequence[Item], failed: dict[int, str], options: Options) -> None:
     """Refuse, or warn of what is skipped."""
     names = [f"{items[i].path.relative_to(root).as_posix()} ({why})" for i, why in failed.items()]
-    message = f"{len(failed)} of {len(items)} images in {root} cannot be read: {_some(names, '; ')}."
+    message = f"{len(failed)} of {len(items)} images in {root} cannot be read: {some(names, '; ')}."
     if options.unreadable == "refuse":
         raise DataError(f"{message} Repair or remove them, or leave them out with `folder:PATH?unreadable=skip`.")
     warnings.warn(f"{message} They are left out.", stacklevel=2)
@@ -273,13 +272,13 @@ def _dataset(root: Path, items: Sequence[Item], images: Tensor, labels: Sequence
     clients = sorted({item.client for item in items})
     present = {client: {item.label for item in items if item.client == client} for client in clients}
     lacking = [
-        f"{c!r} lacks {_some([x for x in labels if x not in present[c]])}"
+        f"{c!r} lacks {some([x for x in labels if x not in present[c]])}"
         for c in clients
         if len(present[c]) < len(labels)
     ]
     if lacking:
         warnings.warn(
-            f"{root}: clients have different classes; the model gets all {len(labels)}, and {_some(lacking, '; ')}.",
+            f"{root}: clients have different classes; the model gets all {len(labels)}, and {some(lacking, '; ')}.",
             stacklevel=2,
         )
     label_number = {label: number for number, label in enumerate(labels)}
@@ -295,10 +294,3 @@ def _dataset(root: Path, items: Sequence[Item], images: Tensor, labels: Sequence
         test_share=TEST_SHARE,
         sites=True,
     )
-
-
-def _some(names: Iterable[str], between: str = ", ") -> str:
-    """The first few of a list, and how many more there are."""
-    names = list(names)
-    rest = f"{between}and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return between.join(names[:NAMED]) + rest

@@ -1,22 +1,144 @@
-"""From stored pixels to what a model sees."""
+"""From stored pixels to what a model sees: random changes of training images, then normalisation. Batched tensor
+operations on the device that holds the images."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 from torch import Tensor
+from torch.nn.functional import affine_grid, grid_sample, pad
 
+from fedprism import keys
+from fedprism.config import Named, Normal, plain, setting, structure
 from fedprism.errors import ConfigError, unknown
+from fedprism.registry import Registry
+
+NORMAL = {  # mean and standard deviation of red, green and blue, of pixels from 0 to 1
+    "imagenet": Normal((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    "cifar10": Normal((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),  # Fed-CO2's
+    "cifar100": Normal((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),  # Fed-CO2's
+}
 
 
-def normalise(x: Tensor, how: str) -> Tensor:
-    """Pixels `[batch, channels, height, width]` of 0 to 255 as floats: `half` to [-1, 1], `none` to [0, 1].
+def normalise(x: Tensor, how: str | Normal) -> Tensor:
+    """Pixels `[batch, channels, height, width]` of 0 to 255 as floats: `half` to [-1, 1], `none` to [0, 1], or by the
+    mean and standard deviation of each channel. Texts `[batch, length]` become int64, as an embedding takes them.
 
-    >>> normalise(torch.tensor([0, 255], dtype=torch.uint8), "half").tolist()
+    >>> normalise(torch.tensor([0, 255], dtype=torch.uint8).view(1, 2, 1, 1), "half").flatten().tolist()
     [-1.0, 1.0]
     """
+    if x.ndim == 2:
+        return x.to(torch.int64)
     floats = x.to(torch.get_default_dtype())  # float32, unless a test asks for more
     if how == "half":
         return floats / 127.5 - 1
     if how == "none":
         return floats / 255
-    raise ConfigError(unknown("value of data.normalize", how, ("half", "none")))
+    normal = how if isinstance(how, Normal) else NORMAL.get(how)
+    if normal is None:
+        raise ConfigError(unknown("value of data.normalize", str(how), ("half", "none", *NORMAL)))
+    if len(normal.mean) != x.shape[1]:
+        raise ConfigError(
+            f"data.normalize has {len(normal.mean)} channels, and these images have {x.shape[1]}; take half or none, "
+            f"or write {{mean: [...], std: [...]}} with {x.shape[1]} numbers each."
+        )
+    mean, std = (_channels(values, floats) for values in (normal.mean, normal.std))
+    return (floats / 255 - mean) / std
+
+
+def _channels(values: tuple[float, ...], like: Tensor) -> Tensor:
+    """One number a channel; filled on the device, so that nothing waits for a copy."""
+    return torch.cat([torch.full((1, 1, 1), value, dtype=like.dtype, device=like.device) for value in values])
+
+
+# --- random changes --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Change:
+    """A random change of every image by itself; its fields are its settings in `data.augment`."""
+
+    def __call__(self, x: Tensor, rng: torch.Generator) -> Tensor:
+        """Floats `[batch, channels, height, width]`, black is 0, to the same."""
+        raise NotImplementedError
+
+
+CHANGES: Registry[type[Change]] = Registry("augmentation")
+
+
+@CHANGES.register("flip")
+@dataclass(frozen=True)
+class Flip(Change):
+    """Left and right change places."""
+
+    p: float = setting(0.5, "probability", lambda v: 0 <= v <= 1, "0 to 1")
+
+    def __call__(self, x: Tensor, rng: torch.Generator) -> Tensor:
+        flipped = torch.rand(len(x), 1, 1, 1, generator=rng, device=x.device) < self.p
+        return torch.where(flipped, x.flip(3), x)
+
+
+@CHANGES.register("rotate")
+@dataclass(frozen=True)
+class Rotate(Change):
+    """Turned about the middle; what comes in at the corners is black."""
+
+    degrees: float = setting(30.0, "at most, to either side", lambda v: 0 <= v <= 180, "0 to 180")
+    interpolation: Literal["nearest", "bilinear"] = setting("nearest", "nearest is torchvision's default, so FedBN's")
+
+    def __call__(self, x: Tensor, rng: torch.Generator) -> Tensor:
+        draw = torch.rand(len(x), generator=rng, device=x.device, dtype=x.dtype)
+        angle = (2 * draw - 1) * (self.degrees * math.pi / 180)
+        height, width = x.shape[2:]
+        cos, sin, none = angle.cos(), angle.sin(), torch.zeros_like(angle)
+        # The grid reaches from -1 to 1 both ways, so an image that is not square has two scales.
+        across = torch.stack([cos, -sin * (height / width), none], dim=1)
+        down = torch.stack([sin * (width / height), cos, none], dim=1)
+        grid = affine_grid(torch.stack([across, down], dim=1), list(x.shape), align_corners=False)
+        return grid_sample(x, grid, mode=self.interpolation, align_corners=False)
+
+
+@CHANGES.register("crop")
+@dataclass(frozen=True)
+class Crop(Change):
+    """A window of the image's own size from the image with a black margin."""
+
+    padding: int = setting(4, "pixels of margin", lambda v: v >= 1, "1 or more")
+
+    def __call__(self, x: Tensor, rng: torch.Generator) -> Tensor:
+        n, _, height, width = x.shape
+        top, left = torch.randint(0, 2 * self.padding + 1, (2, n, 1), generator=rng, device=x.device)
+        rows = top + torch.arange(height, device=x.device)
+        columns = left + torch.arange(width, device=x.device)
+        wide = pad(x, (self.padding,) * 4)
+        image = torch.arange(n, device=x.device).view(n, 1, 1)
+        # Two indices with a slice between them put the channels last.
+        return wide[image, :, rows.unsqueeze(2), columns.unsqueeze(1)].permute(0, 3, 1, 2)
+
+
+def changes(augment: str | tuple[Named, ...]) -> list[Change]:
+    """What `data.augment` names, in its order, with settings checked."""
+    if isinstance(augment, str):
+        return []
+    return [structure(plain(named.settings), CHANGES[named.name], f"data.augment: {named.name}") for named in augment]
+
+
+def augmentation(augment: str | tuple[Named, ...], *purpose: int | str) -> Callable[[Tensor, int], Tensor]:
+    """A function that changes the batch of a step; what it draws depends on the purpose and the step alone."""
+    made = changes(augment)
+
+    def change(x: Tensor, step: int) -> Tensor:
+        if not made:
+            return x
+        if x.ndim != 4:
+            raise ConfigError("data.augment changes images, and these are texts; set data.augment to none.")
+        x = x.to(torch.get_default_dtype())
+        for place, each in enumerate(made):
+            x = each(x, keys.generator(*purpose, "augment", step, place, device=x.device))
+        return x
+
+    return change

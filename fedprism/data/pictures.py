@@ -57,6 +57,8 @@ def reason(error: BaseException) -> str:
         return f"more than the {MAX_PIXELS:,} pixels that are read"
     if isinstance(error, UnidentifiedImageError):
         return "not an image of a known kind"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror  # without the path, which is named beside it
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 

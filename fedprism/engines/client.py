@@ -102,7 +102,7 @@ def client_receive(job: Job, state: State | None, down: State, slot: Me | None =
 # --- the pieces ------------------------------------------------------------------------------------------------------
 
 
-def make_info(config: Config, clients: Sequence[str], classes: int, shape: tuple[int, int, int]) -> Info:
+def make_info(config: Config, clients: Sequence[str], classes: int, shape: tuple[int, ...]) -> Info:
     """Public knowledge, from the configuration and the list of clients."""
     archs = architectures(config.model, tuple(clients), classes, shape)
     return Info(tuple(clients), classes, archs, config.seed)

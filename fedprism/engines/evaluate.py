@@ -35,7 +35,7 @@ def score(
     spreads: dict[str, list[Tensor]] = {}
     for step, rows in enumerate(torch.split(torch.arange(count, device=device), SWEEP_BATCH)):
         y = split.y[rows]
-        seen = examine(model, inputs(split.x[rows], config), keyed_draw(device, *purpose, step))
+        seen = examine(model, inputs(split.batch(rows), config), keyed_draw(device, *purpose, step))
         guess = seen.scores.argmax(dim=1)
         for row, labels in enumerate((y[guess == y], guess, y)):
             counts[row] += torch.bincount(labels, minlength=classes)

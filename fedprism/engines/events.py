@@ -69,7 +69,7 @@ class Plan:
     clients: tuple[str, ...]
     samples: Mapping[str, tuple[int, int, int]]  # client -> train, validation, test
     class_names: tuple[str, ...]
-    shape: tuple[int, int, int]  # of an image: channels, height, width
+    shape: tuple[int, ...]  # of an image: channels, height, width; of a text: length, words
     parameters: Mapping[str, int]  # client -> parameters of its model
     rounds: int
     first_round: int = 0  # the first that will be reported: 0 for a new run, r + 1 after a checkpoint of round r

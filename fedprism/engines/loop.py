@@ -28,6 +28,8 @@ from fedprism.methods.base import Info, Method, Now, State, Upload
 from fedprism.methods.mixed import check_mixed
 from fedprism.models import Arch
 
+DIGESTED_AT_ONCE = 1024  # images, so that those of a memory-mapped file are not all copied
+
 States = dict[str, State | None]
 Scores = dict[str, dict[str, dict[str, Score]]]  # moment -> split -> client
 
@@ -229,9 +231,11 @@ def digest(data: ClientData) -> str:
     content = blake2b(digest_size=8)
     for name in SPLITS:
         split = data.split(name)
-        for tensor in (split.x, split.y):
-            content.update(repr(tuple(tensor.shape)).encode())
-            content.update(tensor.cpu().contiguous().numpy().data)
+        content.update(repr((len(split), *split.kind[1])).encode())
+        for images in split.parts(DIGESTED_AT_ONCE):
+            content.update(images.cpu().contiguous().numpy().data)
+        content.update(repr(tuple(split.y.shape)).encode())
+        content.update(split.y.cpu().contiguous().numpy().data)
     return content.hexdigest()
 
 

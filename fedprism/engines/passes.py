@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fedprism import keys
 from fedprism.config import Config, OptimizerConfig, TrainConfig, positive, setting, structure
-from fedprism.data.images import normalise
+from fedprism.data.images import augmentation, normalise
 from fedprism.errors import ConfigError
 from fedprism.methods.base import Draw, Me, Now, Pass, no_draw
 from fedprism.registry import Registry
@@ -40,8 +40,10 @@ def _fit(me: Me, each: Pass, now: Now, config: Config) -> int:
     settings = replace(config.train.optimizer, **each.optimizer)
     optimizer = make_optimizer(settings, trained, learning_rate(config.train, now.round, settings.lr))
     split, step = now.split(each.data), 0
+    augment = config.data.augment if each.data == "train" else "none"
+    change = augmentation(augment, now.info.seed, each.stream, now.round, now.client or "")
     for rows in _order(each, now, config.train, len(split)):
-        x, y = inputs(split.x[rows], config), split.y[rows]
+        x, y = inputs(change(split.batch(rows), step), config), split.y[rows]
         me.draw = keyed_draw(now.device, now.info.seed, "noise", now.round, now.client or "", each.name, step)
         if each.step is not None:
             each.step(me, x, y, optimizer)
@@ -69,7 +71,7 @@ def _sweep(me: Me, each: Pass, now: Now, config: Config) -> int:
     split, step = now.split(each.data), 0
     for step, rows in enumerate(torch.split(torch.arange(len(split), device=now.device), SWEEP_BATCH), start=1):
         me.draw = keyed_draw(now.device, now.info.seed, "noise", now.round, now.client or "", each.name, step - 1)
-        each.loss(me, inputs(split.x[rows], config), split.y[rows])
+        each.loss(me, inputs(split.batch(rows), config), split.y[rows])
     me.draw = no_draw
     return step
 
@@ -122,9 +124,10 @@ def batches(count: int, size: int, last: str, least: int, order: torch.Generator
 
 
 def inputs(images: Tensor, config: Config) -> Tensor:
-    """A batch of stored images as the model takes them: normalised, in the configured memory format."""
+    """A batch as the model takes it: images normalised and in the configured memory format, texts as they are."""
     x = normalise(images, config.data.normalize)
-    return x.contiguous(memory_format=torch.channels_last) if config.run.memory_format == "channels_last" else x
+    last = config.run.memory_format == "channels_last" and x.ndim == 4
+    return x.contiguous(memory_format=torch.channels_last) if last else x
 
 
 def keyed_draw(device: torch.device, *purpose: int | str) -> Draw:

@@ -4,19 +4,23 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from fedprism.federation import feature_skew, label_skew  # noqa: F401  (they register their partitions)
 from fedprism.federation.base import ClientData, Federation, Split
 from fedprism.federation.build import federation, make_federation
+from fedprism.federation.describe import Description, describe
 from fedprism.federation.partitions import PARTITIONS, Partition, Share
 from fedprism.federation.sheet import contact_sheet
 
 __all__ = [
     "PARTITIONS",
     "ClientData",
+    "Description",
     "Federation",
     "Partition",
     "Share",
     "Split",
     "contact_sheet",
+    "describe",
     "federation",
     "make_federation",
 ]

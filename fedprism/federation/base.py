@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,17 +20,61 @@ from fedprism.federation.splits import check_shares, split
 SHOWN = 20  # clients that a repr lists
 
 
-@dataclass(frozen=True, eq=False)
 class Split:
-    """One part of a client's data. Images stay uint8; `fedprism.data.normalise` makes them what a model sees."""
+    """One part of a client's data. Images stay uint8; `fedprism.data.normalise` makes them what a model sees.
 
-    x: Tensor  # uint8 [n, channels, height, width]
-    y: Tensor  # int64 [n]
+    Its images are a tensor of its own or, by `Split.of`, rows of one that all clients have in common, such as a
+    memory-mapped file: these are gathered when they are asked for.
+
+    >>> everything = torch.arange(12, dtype=torch.uint8).view(4, 3, 1, 1)
+    >>> part = Split.of(everything, torch.tensor([3, 1]), torch.tensor([0, 1]))
+    >>> part.batch(torch.tensor([1])).flatten().tolist()
+    [3, 4, 5]
+    """
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self._source = x  # uint8 [n, channels, height, width], or int32 [n, length] of texts
+        self._rows: Tensor | None = None
+        self.y = y  # int64 [n]
+
+    @classmethod
+    def of(cls, source: Tensor, rows: Tensor, y: Tensor) -> Split:
+        """Rows of `source`, which is neither copied nor read here; `y` are their labels."""
+        split = cls(source, y)
+        split._rows = rows
+        return split
+
+    @property
+    def x(self) -> Tensor:
+        """All images; of rows in common, a copy."""
+        return self._source if self._rows is None else self._source[self._rows]
+
+    def batch(self, rows: Tensor) -> Tensor:
+        """The images of these rows alone."""
+        return self._source[rows if self._rows is None else self._rows[rows]]
+
+    def parts(self, size: int) -> Iterator[Tensor]:
+        """All images in order, so many at a time."""
+        for rows in torch.split(torch.arange(len(self), device=self.y.device), size):
+            yield self.batch(rows)
+
+    @property
+    def kind(self) -> tuple[torch.dtype, tuple[int, ...]]:
+        """The type and the shape of an image."""
+        return self._source.dtype, tuple(self._source.shape[1:])
+
+    @property
+    def images(self) -> int:
+        """How many there are, which should be as many as labels."""
+        return len(self._source if self._rows is None else self._rows)
 
     def __len__(self) -> int:
         return len(self.y)
 
     def to(self, device: str | torch.device) -> Split:
+        """On another device all images are gathered; on this one nothing is."""
+        if self.y.device == torch.device(device) == self._source.device:
+            return self
         return Split(self.x.to(device), self.y.to(device))
 
 
@@ -56,9 +100,9 @@ class ClientData:
             raise DataError(unknown("part", name, parts))
         return parts[name]
 
-    def class_counts(self) -> Tensor:
-        """int64 [classes]: training images a class."""
-        return torch.bincount(self.train.y, minlength=self.classes)
+    def class_counts(self, part: str = "train") -> Tensor:
+        """int64 [classes]: images a class."""
+        return torch.bincount(self.split(part).y, minlength=self.classes)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -68,7 +112,7 @@ class Federation:
     name: str
     clients: Mapping[str, ClientData]
     class_names: tuple[str, ...]
-    shape: tuple[int, int, int]  # channels, height, width
+    shape: tuple[int, ...]  # of images: channels, height, width; of texts: length, words
     seed: int
     data: DataConfig  # what makes it again
     public: Split
@@ -102,8 +146,7 @@ class Federation:
         return len(self.class_names)
 
     def __repr__(self) -> str:
-        shape = "x".join(str(side) for side in self.shape)
-        size = f"{len(self.clients)} clients, {self.classes} classes, images {shape}"
+        size = f"{len(self.clients)} clients, {self.classes} classes, {inputs_in_words(self.shape)}"
         lines = [f"Federation {self.name!r}, seed {self.seed}: {size}"]
         shown = list(self.clients.values())[:SHOWN]
         width = max(len(client.name) for client in shown)
@@ -191,8 +234,14 @@ def _completed(parts: dict[str, Split], validation: float, test: float, rng: np.
         part: Split(given.x.clone(), given.y.clone()) for part, given in parts.items() if part in ("validation", "test")
     }
     source = parts["all"] if "all" in parts else parts["train"]
-    shares = {part: 0.0 if part in parts else share for part, share in (("validation", validation), ("test", test))}
-    cut = split(np.arange(len(source)), source.y.numpy(), **shares, own_test=None, rng=rng)
+    cut = split(
+        np.arange(len(source)),
+        source.y.numpy(),
+        validation=0.0 if "validation" in parts else validation,
+        test=0.0 if "test" in parts else test,
+        own_test=None,
+        rng=rng,
+    )
     return {p: Split(source.x[np.sort(i)], source.y[np.sort(i)]) for p, i in cut._asdict().items()} | whole
 
 
@@ -229,12 +278,24 @@ def _as_split(what: str, pair: Any) -> Split:
     return Split(x, y.to(torch.int64))
 
 
-def _check(part: Split, shape: tuple[int, int, int], classes: int, what: str) -> None:
-    if part.x.dtype != torch.uint8 or tuple(part.x.shape[1:]) != shape or part.y.shape != part.x.shape[:1]:
-        raise DataError(
-            f"{what}: {len(part)} labels and images {part.x.dtype} {tuple(part.x.shape)}; "
-            f"expected as many, uint8 [n, {str(shape)[1:-1]}]."
+def inputs_in_words(shape: tuple[int, ...]) -> str:
+    """What an input is.
+
+    >>> inputs_in_words((3, 16, 16)), inputs_in_words((200, 5000))
+    ('images 3x16x16', 'texts of 200 tokens, 5,000 words')
+    """
+    if len(shape) == 2:
+        return f"texts of {shape[0]} tokens, {shape[1]:,} words"
+    return "images " + "x".join(str(side) for side in shape)
+
+
+def _check(part: Split, shape: tuple[int, ...], classes: int, what: str) -> None:
+    expected = (torch.int32, shape[:1]) if len(shape) == 2 else (torch.uint8, shape)
+    if part.kind != expected or part.images != len(part):
+        held, wanted = (
+            f"{str(dtype).removeprefix('torch.')} [n, {str(each)[1:-1]}]" for dtype, each in (part.kind, expected)
         )
+        raise DataError(f"{what}: {len(part)} labels and {part.images} inputs {held}; expected as many, {wanted}.")
     if len(part) and (int(part.y.min()) < 0 or int(part.y.max()) >= classes):
         raise DataError(
             f"{what}: labels reach from {int(part.y.min())} to {int(part.y.max())}; expected 0 to {classes - 1}."

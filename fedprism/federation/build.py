@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from fedprism import keys
-from fedprism.config import DataConfig, Named, plain, structure
+from fedprism.config import SPLITS, DataConfig, Named, plain, structure
 from fedprism.data import Dataset, load
 from fedprism.errors import ConfigError, DataError
 from fedprism.federation.base import ClientData, Federation, Split
-from fedprism.federation.partitions import Partition, Share, partition_of
-from fedprism.federation.splits import Indices, Parts, check_shares, split, stratified
+from fedprism.federation.partitions import Domain, Partition, Share, partition_of
+from fedprism.federation.splits import Indices, Parts, as_the_smallest, check_split, count, split, stratified
+
+NOISY_AT_ONCE = 1024  # images: noise takes four bytes for each of theirs
 
 
 def federation(name: str = "digits-skew", *, clients: int | None = None, seed: int = 0, **settings: Any) -> Federation:
@@ -40,37 +44,43 @@ def federation(name: str = "digits-skew", *, clients: int | None = None, seed: i
 
 
 def make_federation(config: DataConfig, seed: int) -> Federation:
-    """The federation that a configuration describes; the same seed gives the same images to the same clients."""
+    """The federation that a configuration describes; the same seed gives the same images to the same clients.
+
+    No image is copied, unless a client's noise is added to it: clients hold rows of the dataset, which may be a
+    memory-mapped file.
+    """
     partition = partition_of(config.partition)
-    if config.split.test is not None:
-        check_shares(config.split.validation, config.split.test)
+    check_split(config.split)
     dataset = load(config, seed)
-    check_shares(config.split.validation, _test_share(dataset, config))
+    if config.split.test is not None:  # an explicit share cuts anew, a test part of the dataset's own or not
+        dataset = replace(dataset, is_test=None, test_share=config.split.test)
+    check_split(replace(config.split, test=0.0 if dataset.is_test is not None else dataset.test_share))
     partition = partition.settled(dataset)
     public = _set_aside(dataset, config.public, seed)
     pool = np.setdiff1d(np.arange(len(dataset)), public)
     shares = partition.deal(dataset, pool, seed)
     parts = {share.client: _divide(dataset, config, share, seed) for share in shares}
     _refuse_small(dataset, config, partition, pool, parts, seed)
-    if config.samples is not None:
-        parts = _cut(parts, config.samples)
+    if config.split.rule == "smallest":
+        parts = as_the_smallest(parts, config.split)
+    parts = _cut(parts, config.fraction, config.samples)
 
     def take(indices: Indices) -> Split:
-        indices = np.sort(indices)
-        return Split(dataset.images[indices], dataset.labels[indices])
+        rows = torch.from_numpy(np.sort(indices))
+        return Split.of(dataset.images, rows, dataset.labels[rows])
 
     clients = {}
     for share in shares:
         train, validation, test = (take(part) for part in parts[share.client])
         classes = len(dataset.class_names)
-        clients[share.client] = ClientData(share.client, share.domain, train, validation, test, classes)
+        held = ClientData(share.client, share.domain, train, validation, test, classes)
+        clients[share.client] = noisy(held, share.noise, seed) if share.noise else held
     used = len(public) + sum(len(part) for held in parts.values() for part in held)
-    channels, height, width = dataset.images.shape[1:]
     return Federation(
         name=dataset.name,
         clients=clients,
         class_names=dataset.class_names,
-        shape=(channels, height, width),
+        shape=dataset.shape,
         seed=seed,
         data=replace(config, partition=Named(config.partition.name, plain(partition))),
         public=take(public),
@@ -78,18 +88,13 @@ def make_federation(config: DataConfig, seed: int) -> Federation:
     )
 
 
-def _test_share(dataset: Dataset, config: DataConfig) -> float:
-    """The share to cut for the test; 0 where the dataset's own test part is used."""
-    if config.split.test is not None:
-        return config.split.test
-    return 0.0 if dataset.is_test is not None else dataset.test_share
-
-
 def _set_aside(dataset: Dataset, wanted: int, seed: int) -> Indices:
     """Images for everyone: as many of each domain, in each the classes in their shares; never of a given test part."""
+    if not wanted:
+        return np.empty(0, dtype=np.int64)
     free = np.arange(len(dataset)) if dataset.is_test is None else np.flatnonzero(~dataset.is_test.numpy())
     each, more = divmod(wanted, len(dataset.domain_names))
-    taken = [np.empty(0, dtype=np.int64)]
+    taken = []
     for number, domain in enumerate(dataset.domain_names):
         own = free[dataset.domains.numpy()[free] == number]
         n = each + (number < more)
@@ -104,22 +109,22 @@ def _set_aside(dataset: Dataset, wanted: int, seed: int) -> Indices:
 
 
 def _divide(dataset: Dataset, config: DataConfig, share: Share, seed: int) -> Parts:
-    """A client's three parts. An explicit split.test cuts anew, a test part of the dataset's own or not."""
-    given = dataset.is_test if config.split.test is None else None
+    """A client's three parts; with rule `smallest` all that is not for the test is for training so far."""
     return split(
         share.indices,
         dataset.labels.numpy()[share.indices],
-        validation=config.split.validation,
-        test=_test_share(dataset, config),
-        own_test=None if given is None else given.numpy()[share.indices],
+        validation=config.split.validation if config.split.rule == "shares" else 0.0,
+        test=dataset.test_share,
+        own_test=None if dataset.is_test is None else dataset.is_test.numpy()[share.indices],
         rng=keys.numpy_generator(seed, "split", share.client),
+        round_up=dataset.round_up,
     )
 
 
 def _refuse_small(
     dataset: Dataset, config: DataConfig, partition: Partition, pool: Indices, parts: Mapping[str, Parts], seed: int
 ) -> None:
-    """Name a client that has too few images, and how many clients would do."""
+    """Name a client that has too few images, and where it can be known how many clients would do."""
     small = _too_small(dataset, parts)
     if small is None:
         return
@@ -128,11 +133,17 @@ def _refuse_small(
         f"with {clients} clients, client {small!r} is left with {len(held.train)} training and {len(held.test)} test "
         f"images; expected at least {dataset.least_train} and 1."
     )
-    most = 0 if dataset.sites else min(clients - 1, len(pool) // dataset.least_train)
-    for fewer in range(most, 0, -1):
+    if not isinstance(partition, Domain) or partition.of or partition.order != "turns":
+        raise DataError(f"{message} Ask for fewer clients, or change data.partition, data.split or data.public.")
+
+    def fails(fewer: int) -> bool:
         shares = replace(partition, clients=fewer).deal(dataset, pool, seed)
-        if not _too_small(dataset, {share.client: _divide(dataset, config, share, seed) for share in shares}):
-            raise DataError(f"{message} At most {fewer} clients are possible with these shares.")
+        return bool(_too_small(dataset, {share.client: _divide(dataset, config, share, seed) for share in shares}))
+
+    most = 0 if dataset.sites else min(clients - 1, len(pool) // dataset.least_train)
+    possible = bisect_left(range(1, most + 1), True, key=fails)  # the more clients, the fewer images each
+    if possible:
+        raise DataError(f"{message} At most {possible} clients are possible with these shares.")
     raise DataError(f"{message} Give it more images, or change data.split or data.public.")
 
 
@@ -142,12 +153,32 @@ def _too_small(dataset: Dataset, parts: Mapping[str, Parts]) -> str | None:
     return next(wanting, None)
 
 
-def _cut(parts: Mapping[str, Parts], samples: int) -> dict[str, Parts]:
-    """Training parts of a fixed size; they lie in stratified order, so the first of them keep the classes' shares."""
-    smallest = min(parts, key=lambda client: len(parts[client].train))
-    if len(parts[smallest].train) < samples:
+def _cut(parts: Mapping[str, Parts], fraction: float, samples: int | None) -> dict[str, Parts]:
+    """Smaller training parts; they lie in stratified order, so the first of them keep the classes' shares."""
+    kept = {name: held._replace(train=held.train[: count(fraction, len(held.train))]) for name, held in parts.items()}
+    if samples is None:
+        return kept
+    smallest = min(kept, key=lambda client: len(kept[client].train))
+    if len(kept[smallest].train) < samples:
         raise DataError(
-            f"data.samples is {samples}, but client {smallest!r} has {len(parts[smallest].train)} training images; "
+            f"data.samples is {samples}, but client {smallest!r} has {len(kept[smallest].train)} training images; "
             "ask for at most that many."
         )
-    return {client: held._replace(train=held.train[:samples]) for client, held in parts.items()}
+    return {client: held._replace(train=held.train[:samples]) for client, held in kept.items()}
+
+
+def noisy(client: ClientData, deviation: float, seed: int) -> ClientData:
+    """All of a client's images with Gaussian noise of this standard deviation, on the scale from 0 to 255, added."""
+    if client.train.kind[0] != torch.uint8:
+        raise ConfigError("noise is added to pixels, and these are texts; choose another data.partition.")
+
+    def add(part: str) -> Split:
+        rng, split = keys.generator(seed, "pixel-noise", client.name, part), client.split(part)
+        made = torch.empty(len(split), *split.kind[1], dtype=torch.uint8)
+        for place, images in enumerate(split.parts(NOISY_AT_ONCE)):
+            noise = deviation * torch.randn(images.shape, generator=rng)
+            made[place * NOISY_AT_ONCE :][: len(images)] = (images + noise).round().clamp(0, 255).to(torch.uint8)
+        return Split(made, split.y)
+
+    train, validation, test = map(add, SPLITS)
+    return replace(client, train=train, validation=validation, test=test)

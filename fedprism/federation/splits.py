@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedprism.config import SplitConfig
 from fedprism.errors import ConfigError
 
 Indices = NDArray[np.int64]
@@ -24,13 +27,13 @@ def stratified(indices: Indices, labels: Indices, rng: np.random.Generator) -> I
     return indices[np.argsort(place, kind="stable")]
 
 
-def count(share: float, n: int) -> int:
-    """How many images a share of n is.
+def count(share: float, n: int, up: bool = False) -> int:
+    """How many images a share of n is: the nearest number, or the next one `up`.
 
-    >>> count(0.6, 359), count(0.1, 359), count(0.5, 3)
-    (215, 36, 2)
+    >>> count(0.6, 359), count(0.1, 359), count(0.5, 3), count(0.2, 157, up=True), count(0.2, 295, up=True)
+    (215, 36, 2, 32, 59)
     """
-    return int(share * n + 0.5)
+    return math.ceil(round(share * n, 6)) if up else int(share * n + 0.5)
 
 
 def check_shares(validation: float, test: float) -> None:
@@ -39,6 +42,21 @@ def check_shares(validation: float, test: float) -> None:
         raise ConfigError(
             f"data.split: validation {validation:g} and test {test:g} leave nothing to train on; "
             "expected a sum below 1."
+        )
+
+
+def check_split(config: SplitConfig) -> None:
+    """Refuse shares that do not fit together."""
+    if config.rule == "shares":
+        if config.train is not None:
+            raise ConfigError(
+                f"data.split.train is {config.train:g}, which is for data.split.rule: smallest; use data.fraction."
+            )
+        check_shares(config.validation, config.test or 0.0)
+    elif (config.train or 0.0) + config.validation > 1 or config.validation == 1:
+        raise ConfigError(
+            f"data.split: train {config.train or 0:g} and validation {config.validation:g} of the smallest client's "
+            "images overlap; expected a sum of at most 1, and something to train on."
         )
 
 
@@ -58,6 +76,7 @@ def split(
     test: float,
     own_test: NDArray[np.bool_] | None,
     rng: np.random.Generator,
+    round_up: bool = False,
 ) -> Parts:
     """Divide a client's images; shares are of all of them or, with a test part of its own, of the rest.
 
@@ -70,6 +89,18 @@ def split(
     n = len(indices)
     order = stratified(indices, labels, rng)
     if own_test is None:
-        held, order = np.split(order, [count(test, n)])
+        held, order = np.split(order, [count(test, n, round_up)])
     validated, trained = np.split(order, [count(validation, n)])
     return Parts(trained, validated, held)
+
+
+def as_the_smallest(parts: Mapping[str, Parts], config: SplitConfig) -> dict[str, Parts]:
+    """FedBN's rule: with m training images at the smallest client, everybody trains on the first `train` * m of its own
+    and validates on the last `validation` * m; what lies between is left out. Shares are cut to whole numbers."""
+    smallest = min(len(held.train) for held in parts.values())
+    validated = int(config.validation * smallest + 1e-9)
+    trained = smallest - validated if config.train is None else int(config.train * smallest + 1e-9)
+    return {
+        client: Parts(held.train[:trained], held.train[len(held.train) - validated :], held.test)
+        for client, held in parts.items()
+    }

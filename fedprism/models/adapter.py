@@ -8,6 +8,13 @@ from torch import Tensor, nn
 from fedprism.errors import ConfigError, unknown
 
 
+def windows(width: int, features: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    """bool [width, features]: is a place in a window of adaptive pooling? And int64 [features]: how many are."""
+    place, window = torch.arange(width, device=device).unsqueeze(1), torch.arange(features, device=device)
+    start, end = window * width // features, ((window + 1) * width + features - 1) // features
+    return (start <= place) & (place < end), end - start
+
+
 class Pool(nn.Module):
     """`nn.AdaptiveAvgPool1d` over the feature vector, as a product: its own gradient is not repeatable on a GPU.
 
@@ -26,18 +33,42 @@ class Pool(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        width, features = self.member.shape
-        place, window = torch.arange(width).unsqueeze(1), torch.arange(features)
-        start, end = window * width // features, ((window + 1) * width + features - 1) // features
+        member, size = windows(*self.member.shape)
         with torch.no_grad():
-            self.member.copy_((start <= place) & (place < end))
-            self.size.copy_(end - start)
+            self.member.copy_(member)
+            self.size.copy_(size)
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.member / self.size
 
     def extra_repr(self) -> str:
         return "{} -> {}".format(*self.member.shape)
+
+
+class Pool2d(nn.Module):
+    """`nn.AdaptiveAvgPool2d` to `height` x `width`, as two products: its own gradient is not repeatable on a GPU.
+
+    >>> Pool2d(1, 2)(torch.arange(8.0).view(1, 1, 2, 4)).flatten()
+    tensor([2.5000, 4.5000])
+    """
+
+    def __init__(self, height: int, width: int) -> None:
+        super().__init__()
+        self.height = height
+        self.width = width
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, columns = _means(x, x.shape[-2], self.height), _means(x, x.shape[-1], self.width)
+        return rows.T @ x @ columns
+
+    def extra_repr(self) -> str:
+        return f"to {self.height} x {self.width}"
+
+
+def _means(like: Tensor, width: int, features: int) -> Tensor:
+    """[width, features]: times this, a row becomes the means of its windows."""
+    member, size = windows(width, features, like.device)
+    return member.to(like.dtype) / size
 
 
 ADAPTERS: dict[str, type[nn.Module]] = {"pool": Pool, "linear": nn.Linear}

@@ -1,16 +1,16 @@
 """What a model is: an ordered list of named blocks, cut into a body and a head at one of its fully connected layers.
 
 A family (one a file beside this one) is a frozen dataclass: its fields are its settings, its `blocks` are the network.
-`Arch` is a family with settings, classes, image shape, cut and number of features; it makes models whose first weights
-are keyed by the seed and by each module's name in the uncut network, so they depend neither on the cut nor on any other
-module.
+`Arch` is a family with settings, classes, shape of the data, cut and number of features; it makes models whose first
+weights are keyed by the seed and by each module's name in the uncut network, so they depend neither on the cut nor on
+any other module.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, TypeVar
@@ -33,7 +33,7 @@ def initialise(module: nn.Module, seed: int, prefix: str = "") -> None:
 
     A module that holds parameters says how to draw them by `reset_parameters`, as PyTorch's own layers do.
     """
-    for name, part in module.named_modules(prefix=prefix):
+    for name, part in _drawn(module, prefix):
         reset: Callable[[], None] | None = getattr(part, "reset_parameters", None)
         own = list(part.parameters(recurse=False))
         if own and reset is None:
@@ -47,6 +47,23 @@ def initialise(module: nn.Module, seed: int, prefix: str = "") -> None:
                 reset()
 
 
+class Whole(nn.Module):
+    """A module whose `reset_parameters` draws everything inside it at once, under its own name."""
+
+    def reset_parameters(self) -> None:
+        raise NotImplementedError
+
+
+def _drawn(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that draw their first weights, with their names: none from inside a `Whole`."""
+    inside: set[int] = set()
+    for name, part in module.named_modules(prefix=prefix):
+        if id(part) not in inside:
+            yield name, part
+            if isinstance(part, Whole):  # asked after it was drawn, since that may replace what is inside
+                inside.update(id(inner) for inner in part.modules())
+
+
 def _undrawn(name: str, part: nn.Module, what: str) -> FedprismError:
     return FedprismError(
         f"{name!r} ({type(part).__name__}) holds {what} but does not say how to fill them; "
@@ -56,7 +73,7 @@ def _undrawn(name: str, part: nn.Module, what: str) -> FedprismError:
 
 def _allocate(name: str, block: nn.Module) -> nn.Module:
     """Storage for a block that was made without any; `initialise` fills it, so it must be able to."""
-    for inner, part in block.named_modules(prefix=name):
+    for inner, part in _drawn(block, name):
         if any(True for _ in part.buffers(recurse=False)) and not hasattr(part, "reset_parameters"):
             raise _undrawn(inner, part, "buffers")
     return block.to_empty(device="cpu")
@@ -86,18 +103,44 @@ class Family:
     """A kind of network: the fields of a subclass are its settings, as `config.setting` describes them."""
 
     description: ClassVar[str] = ""  # one line for `fedprism list models`
+    takes: ClassVar[str] = "images"  # or texts
     smallest: ClassVar[int] = 1  # the fewest pixels a side that leave anything to classify
 
-    def blocks(self, classes: int, shape: tuple[int, int, int]) -> list[Block]:
-        """The whole network in order; a fully connected layer is a block of its own, after `flatten`."""
+    def blocks(self, classes: int, shape: tuple[int, ...]) -> list[Block]:
+        """The whole network in order; a fully connected layer is a block of its own, after `flatten`.
+
+        `shape` is (channels, height, width) of images, (length, words) of texts.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def of(cls, model: str) -> type[Family]:
+        """The family of one model of another library; for families that are filed as `library:NAME`."""
         raise NotImplementedError
 
 
-MODELS: Registry[type[Family]] = Registry("model")
+class Models(Registry[type[Family]]):
+    """Families by name. `timm:resnet18` is found in what is filed as `timm:NAME`."""
+
+    def __getitem__(self, name: str) -> type[Family]:
+        library, model = self._library(name)
+        return super().__getitem__(library).of(model) if library else super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or (isinstance(name, str) and bool(self._library(name)[0]))
+
+    def _library(self, name: str) -> tuple[str, str]:
+        """What the library is filed as, and the model's name there; two empty texts where it is no such name."""
+        library, _, model = name.partition(":")
+        filed = f"{library}:NAME"
+        return (filed, model) if name != filed and super().__contains__(filed) else ("", "")
+
+
+MODELS = Models("model")
 
 
 class Model(nn.Module):
-    """A body, which turns images into features `[batch, width]`, and a head, which turns those into class scores."""
+    """A body, which turns inputs into features `[batch, width]`, and a head, which turns those into class scores."""
 
     def __init__(self, body: nn.Sequential, head: nn.Sequential) -> None:
         super().__init__()
@@ -105,7 +148,7 @@ class Model(nn.Module):
         self.head = head
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images `[batch, channels, height, width]` to scores `[batch, classes]`."""
+        """Images `[batch, channels, height, width]` or texts `[batch, length]` to scores `[batch, classes]`."""
         return self.head(self.body(x))  # type: ignore[no-any-return]
 
 
@@ -119,7 +162,7 @@ class Arch:
 
     name: str
     classes: int
-    shape: tuple[int, int, int]  # channels, height, width
+    shape: tuple[int, ...]  # of images: channels, height, width; of texts: length, words
     head_layers: int | str = 1  # how many of the fully connected layers are the head; "all" becomes their number
     settings: tuple[tuple[str, Any], ...] = ()  # of the family; defaults are filled in
     features: int | None = None  # bring the body's features to so many; None: as the family makes them
@@ -131,12 +174,7 @@ class Arch:
         filled = tuple((f.name, getattr(family, f.name)) for f in dataclasses.fields(family))
         object.__setattr__(self, "settings", filled)
         object.__setattr__(self, "shape", tuple(self.shape))
-        least, (height, width) = kind.smallest, self.shape[1:]
-        if min(height, width) < least:
-            raise ConfigError(
-                f"{self.name} needs images of {least} x {least} pixels or more, and these are {height} x {width}; "
-                f"set data.image_size to {least} or more, or choose another model."
-            )
+        self._check_shape(kind)
         if self.head_layers == "all":
             layers = sum(isinstance(block, nn.Linear) for _, block in self._uncut())
             object.__setattr__(self, "head_layers", layers)
@@ -144,6 +182,19 @@ class Arch:
         if self.features in (None, self._body_width()):  # nothing to adapt: equal to an Arch that never asked
             object.__setattr__(self, "features", None)
             object.__setattr__(self, "adapter", "pool")
+
+    def _check_shape(self, kind: type[Family]) -> None:
+        given = "texts" if len(self.shape) == 2 else "images"
+        if kind.takes != given:
+            fit = ", ".join(name for name, family in MODELS.items() if family.takes == given)
+            raise ConfigError(f"{self.name} takes {kind.takes}, and these data are {given}; models for {given}: {fit}.")
+        least = kind.smallest
+        if given == "images" and min(self.shape[1:]) < least:
+            height, width = self.shape[1:]
+            raise ConfigError(
+                f"{self.name} needs images of {least} x {least} pixels or more, and these are {height} x {width}; "
+                f"set data.image_size to {least} or more, or choose another model."
+            )
 
     def model(self, seed: int) -> Model:
         """Body and head with their first weights, on the CPU."""

@@ -16,9 +16,7 @@ from fedprism.models.base import MODELS, Arch
 OWN = ("name", "head_layers", "features", "adapter")  # keys that are not settings of the named model
 
 
-def architectures(
-    config: ModelConfig, clients: Sequence[str], classes: int, shape: tuple[int, int, int]
-) -> dict[str, Arch]:
+def architectures(config: ModelConfig, clients: Sequence[str], classes: int, shape: tuple[int, ...]) -> dict[str, Arch]:
     """Every client's architecture; `per_client` as a list gives client m its m mod len-th entry."""
     if config.per_client is None:
         _check_keys(config.name, config.settings, (*OWN, "per_client"), "model")
@@ -47,7 +45,7 @@ def architectures(
     }
 
 
-def named_arch(entry: Any, where: str, classes: int, shape: tuple[int, int, int]) -> Arch:
+def named_arch(entry: Any, where: str, classes: int, shape: tuple[int, ...]) -> Arch:
     """The architecture of a name or a mapping by itself, such as the auxiliary model of a method; `where` it stands."""
     return _arch(_whole(entry, ModelConfig(), where), classes, shape)
 
@@ -92,7 +90,7 @@ def _whole(entry: Any, config: ModelConfig, where: str) -> dict[str, Any]:
     return {"head_layers": config.head_layers, "features": config.features, "adapter": config.adapter, **raw}
 
 
-def _arch(entry: Mapping[str, Any], classes: int, shape: tuple[int, int, int]) -> Arch:
+def _arch(entry: Mapping[str, Any], classes: int, shape: tuple[int, ...]) -> Arch:
     settings = tuple((key, value) for key, value in entry.items() if key not in OWN)
     features = None if entry["features"] in ("auto", "own") else entry["features"]
     return Arch(entry["name"], classes, shape, entry["head_layers"], settings, features, entry["adapter"])

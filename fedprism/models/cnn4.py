@@ -10,7 +10,7 @@ from torch import nn
 from fedprism.models.base import MODELS, Block, Family
 
 
-def _side(pixels: int) -> int:
+def side_after(pixels: int) -> int:
     """What two unpadded 5x5 convolutions, each with a pooling after it, leave of a side."""
     return ((pixels - 4) // 2 - 4) // 2
 
@@ -23,7 +23,7 @@ class CNN4(Family):
     description: ClassVar[str] = "the papers' 4-layer CNN: 2 convolutions, 2 fully connected layers, no batch norm"
     smallest: ClassVar[int] = 16
 
-    def blocks(self, classes: int, shape: tuple[int, int, int]) -> list[Block]:
+    def blocks(self, classes: int, shape: tuple[int, ...]) -> list[Block]:
         channels, height, width = shape
         return [
             ("conv1", nn.Conv2d(channels, 32, 5)),
@@ -33,7 +33,7 @@ class CNN4(Family):
             ("relu2", nn.ReLU()),
             ("pool2", nn.MaxPool2d(2)),
             ("flatten", nn.Flatten()),
-            ("fc1", nn.Linear(64 * _side(height) * _side(width), 512)),
+            ("fc1", nn.Linear(64 * side_after(height) * side_after(width), 512)),
             ("relu3", nn.ReLU()),
             ("fc2", nn.Linear(512, classes)),
         ]

@@ -18,7 +18,7 @@ class Digit6(Family):
     description: ClassVar[str] = "FedBN's digit network: 3 convolutions, 3 fully connected layers, batch norm"
     smallest: ClassVar[int] = 4  # two poolings
 
-    def blocks(self, classes: int, shape: tuple[int, int, int]) -> list[Block]:
+    def blocks(self, classes: int, shape: tuple[int, ...]) -> list[Block]:
         channels, height, width = shape
         return [
             ("conv1", nn.Conv2d(channels, 64, 5, padding=2)),

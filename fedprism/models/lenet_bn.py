@@ -18,7 +18,7 @@ class LeNetBN(Family):
     description: ClassVar[str] = "a small LeNet with batch norm: 2 convolutions, 2 fully connected layers"
     smallest: ClassVar[int] = 4  # two poolings
 
-    def blocks(self, classes: int, shape: tuple[int, int, int]) -> list[Block]:
+    def blocks(self, classes: int, shape: tuple[int, ...]) -> list[Block]:
         channels, height, width = shape
         return [
             ("conv1", nn.Conv2d(channels, 16, 5, padding=2)),

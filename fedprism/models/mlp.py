@@ -24,7 +24,7 @@ class MLP(Family):
         (128, 64), "widths of the hidden layers", lambda v: all(w > 0 for w in v), "1 or more each"
     )
 
-    def blocks(self, classes: int, shape: tuple[int, int, int]) -> list[Block]:
+    def blocks(self, classes: int, shape: tuple[int, ...]) -> list[Block]:
         widths = [prod(shape), *self.hidden]
         blocks: list[Block] = [("flatten", nn.Flatten())]
         for layer, (before, after) in enumerate(pairwise(widths), start=1):

@@ -82,7 +82,7 @@ class ResNet(Family):
         "imagenet", "imagenet: 7x7 convolution and pooling, each with stride 2; small: 3x3 convolution with stride 1"
     )
 
-    def blocks(self, classes: int, shape: tuple[int, int, int]) -> list[Block]:
+    def blocks(self, classes: int, shape: tuple[int, ...]) -> list[Block]:
         widths = [self.width * 2**stage for stage in range(4)]
         outputs = [self.width, *(self.block.widens * width for width in widths)]  # of the stem and of each stage
         large = self.stem == "imagenet"

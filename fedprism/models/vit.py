@@ -124,7 +124,7 @@ class ViT(Family):
     heads: int = setting(12, "attention heads of a block; they divide width", positive, "1 or more")
     mlp: int = setting(4, "inner width of a block's perceptron, in widths", positive, "1 or more")
 
-    def blocks(self, classes: int, shape: tuple[int, int, int]) -> list[Block]:
+    def blocks(self, classes: int, shape: tuple[int, ...]) -> list[Block]:
         if self.width % self.heads:
             raise ConfigError(
                 f"model.heads is {self.heads} and model.width is {self.width}, but heads share the width evenly; "

@@ -75,10 +75,9 @@ class RunRecord:
         return tuple(self.info.get("classes", ()))
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """Of an image: channels, height, width."""
-        channels, height, width = self.info["shape"]
-        return channels, height, width
+    def shape(self) -> tuple[int, ...]:
+        """Of an image: channels, height, width; of a text: length, words."""
+        return tuple(self.info["shape"])
 
     @property
     def parameters(self) -> dict[str, int]:

@@ -12,20 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fedprism import keys
-from fedprism.config import Config, ModelConfig, Named, structure
+from fedprism.config import Config, DataConfig, ModelConfig, Named, structure
 from fedprism.data.progress import progress
 from fedprism.engines.client import Failure, Job, Result, make_info, make_now, open_slot
 from fedprism.engines.inprocess import InProcess, Request
 from fedprism.engines.loop import make_loop
-from fedprism.federation import Federation
+from fedprism.federation import ClientData, Federation, Split
+from fedprism.federation.base import inputs_in_words
 from fedprism.methods import METHODS
 from fedprism.methods.base import Info, Me, Method, State
-from fedprism.models import Arch
+from fedprism.models import MODELS, Arch
 
 REQUIRED = "(required)"  # instead of a default
+TEXTS = (200, 98_635)  # tokens of a text and words, as FedCP has them on AG News: what models of texts are tried on
 
 
 @dataclass(frozen=True)
@@ -135,11 +136,8 @@ def traffic(method: Method, model: ModelConfig, classes: int, size: int, rounds:
     config = structure({"train": {"rounds": rounds}, "evaluate": {"moments": []}}, Config)
     config = replace(config, model=model)
     known = type(method) in [cls for _, cls in METHODS.items()]
-    listed = model.per_client if isinstance(model.per_client, list | tuple) else ()
-    names = [f"client {number}" for number in range(1, max(len(listed), 2) + 1)]
-    each = _noise(classes, size, images=2 if known else max(classes, 2))
-    labels = tuple(str(label) for label in range(classes))
-    federation = Federation.from_arrays(dict.fromkeys(names, each), name="noise", class_names=labels)
+    names = [f"client {number}" for number in range(1, max(len(_listed(model)), 2) + 1)]
+    federation = _noise(names, classes, inputs(model, size), count=2 if known else max(classes, 2))
     info = make_info(config, federation.names, classes, federation.shape)
     kind = Untrained if known else InProcess
     played = (0, rounds - 1, rounds - 1)  # the last one twice: what is sent once after a warm-up has then been sent
@@ -201,11 +199,40 @@ class Untrained(InProcess):
         return Result({}, self.method.encode(self.method.upload(me, now), now), len(job.data.train), {}, {})
 
 
-def _noise(classes: int, size: int, images: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """One client's images."""
-    x = torch.randint(0, 256, (images, 3, size, size), generator=keys.generator("explain"), dtype=torch.uint8)
-    y = torch.arange(images) % classes
-    return {"train": (x, y), "validation": (x[:1], y[:1]), "test": (x[:1], y[:1])}
+def inputs(model: ModelConfig, size: int) -> tuple[int, ...]:
+    """The shape of what these models are tried on: images of so many pixels a side, or texts where one takes those."""
+    entries = _listed(model) or [model.name]
+    names = [entry["name"] if isinstance(entry, Mapping) and "name" in entry else entry for entry in entries]
+    texts = any(MODELS[name].takes == "texts" for name in names if isinstance(name, str) and name in MODELS)
+    return TEXTS if texts else (3, size, size)
+
+
+def data_in_words(model: ModelConfig, classes: int, size: int) -> str:
+    """What bytes are counted for.
+
+    >>> data_in_words(ModelConfig("fasttext"), 4, 32)
+    '4 classes, texts of 200 tokens, 98,635 words (as FedCP has AG News)'
+    """
+    shape = inputs(model, size)
+    return f"{classes} classes, {inputs_in_words(shape)}{' (as FedCP has AG News)' if shape == TEXTS else ''}"
+
+
+def _listed(model: ModelConfig) -> Sequence[Any]:
+    return model.per_client if isinstance(model.per_client, list | tuple) else ()
+
+
+def _noise(names: Sequence[str], classes: int, shape: tuple[int, ...], count: int) -> Federation:
+    """The same `count` random inputs for every client."""
+    draw = keys.generator("explain")
+    if len(shape) == 2:
+        x = torch.randint(1, shape[1], (count, shape[0]), generator=draw, dtype=torch.int32)
+    else:
+        x = torch.randint(0, 256, (count, *shape), generator=draw, dtype=torch.uint8)
+    y = torch.arange(count) % classes
+    train, one, none = Split(x, y), Split(x[:1], y[:1]), Split(x[:0], y[:0])
+    clients = {name: ClientData(name, name, train, one, one, classes) for name in names}
+    labels = tuple(str(label) for label in range(classes))
+    return Federation("noise", clients, labels, shape, 0, DataConfig("arrays:noise"), none)
 
 
 def code_lines(cls: type) -> int:

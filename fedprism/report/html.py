@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 import numpy as np
+import torch
 from PIL import Image
 
 from fedprism import config as configuration
@@ -161,6 +162,8 @@ def _pictures(record: RunRecord, federation: Federation | None) -> str:
         federation = federation or make_federation(record.config.data, record.seed)
     except (FedprismError, OSError) as error:
         return f"<p>The images cannot be shown: {escape(str(error))}</p>"
+    if len(federation.shape) == 2:
+        return "<p>The clients' texts are not put into this page.</p>"
     rows = []
     for client in list(federation.clients.values())[:_SHOWN]:
         counts = ", ".join(f"{len(client.split(part))} {part}" for part in ("train", "validation", "test"))
@@ -181,7 +184,7 @@ def _strip(client: ClientData) -> str:
     for label in np.unique(labels):
         nth[labels == label] = np.arange((labels == label).sum())
     chosen = np.lexsort((labels, nth))[:_IMAGES]
-    pixels = client.train.x.numpy()[chosen]  # [n, channels, height, width]
+    pixels = client.train.batch(torch.from_numpy(chosen)).numpy()  # [n, channels, height, width]
     pixels = pixels if pixels.shape[1] == 3 else np.repeat(pixels[:, :1], 3, axis=1)
     tiles = [Image.fromarray(np.ascontiguousarray(tile.transpose(1, 2, 0))) for tile in pixels]
     for tile in tiles:

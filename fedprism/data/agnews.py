@@ -1,0 +1,139 @@
+"""AG News (Zhang, Zhao, LeCun 2015): news in four topics, as token numbers.
+
+Read are the published `agnews/train.csv` and `agnews/test.csv` (topic 1 to 4, title, description; no header) or the
+compact `agnews_train.csv.gz` and `agnews_test.csv.gz` (a header, then topic and text). A text is title, a space, and
+description. The vocabulary is that of the training texts alone.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedprism.config import DataConfig, positive, setting
+from fedprism.data import text
+from fedprism.data.base import DATASETS, WITH_OPTIONS, Dataset, options
+from fedprism.data.cache import Arrays, Store, converted
+from fedprism.data.places import root_of
+from fedprism.data.sources import missing
+from fedprism.errors import ConfigError, DataError
+
+NAME = "agnews"
+CLASSES = ("World", "Sports", "Business", "Sci-Tech")  # published as Sci/Tech, which cannot be a file's name
+PARTS = ("train", "test")
+TEST_SHARE = 0.25  # FedCP's, where train and test are merged
+VERSION = 1  # of the conversion
+
+WITH_OPTIONS.add(NAME)
+
+
+@dataclass(frozen=True)
+class Options:
+    length: int = setting(200, "tokens of a text; longer ones are cut", positive, "1 or more")
+    words: int | None = setting(
+        98_635,
+        "at most so many tokens, padding and the unknown word among them; null: every word of the training texts",
+        lambda v: v is None or v > text.SPECIAL,
+        f"null, or more than {text.SPECIAL}",
+    )
+
+
+@DATASETS.register(NAME)
+def load(config: DataConfig, seed: int) -> Dataset:
+    """AG News: news in four topics as texts of 200 tokens; its own test part; for text models such as fasttext."""
+    for key, value, neutral in (("image_size", config.image_size, "auto"), ("augment", config.augment, "none")):
+        if value != neutral:
+            raise ConfigError(f"data.{key} is {value!r}, but {NAME} holds texts, not images; set it to {neutral}.")
+    arrays = _arrays(config)
+    labels = arrays.columns["label"]
+    return Dataset(
+        name=NAME,
+        images=arrays.inputs,
+        labels=labels,
+        domains=torch.zeros_like(labels),
+        domain_names=(NAME,),
+        class_names=CLASSES,
+        is_test=arrays.columns["is_test"],
+        test_share=TEST_SHARE,
+        words=len(arrays.facts["words"]) + text.SPECIAL,
+        round_up=True,
+    )
+
+
+def encode(texts: Sequence[str], config: DataConfig) -> NDArray[np.int32]:
+    """int32 [n, length]: new texts as the dataset of this configuration has its own, for a trained model to predict.
+
+    `encode(["Oil prices rise again"], DataConfig("agnews"))`
+    """
+    return text.encode(texts, _arrays(config).facts["words"], options(config, Options).length)
+
+
+def _arrays(config: DataConfig) -> Arrays:
+    chosen, files = options(config, Options), _files(root_of(config))
+
+    def convert(store: Store) -> None:
+        held = {part: _read(file) for part, file in zip(PARTS, files, strict=True)}
+        texts = [each for part in PARTS for each in held[part][1]]
+        words = text.vocabulary(held["train"][1], chosen.words)
+        text.encode(texts, words, chosen.length, store.inputs((len(texts), chosen.length), np.int32))
+        store.columns["label"] = np.concatenate([held[part][0] for part in PARTS])
+        store.columns["is_test"] = np.repeat([False, True], [len(held[part][0]) for part in PARTS])
+        store.facts["words"] = words
+
+    return converted(NAME, VERSION, files, {"length": chosen.length, "words": chosen.words}, convert)
+
+
+def _files(root: Path) -> list[Path]:
+    """The training and the test file; published ones where both forms are there."""
+    for forms in ([root / NAME / f"{part}.csv" for part in PARTS], [root / f"{NAME}_{part}.csv.gz" for part in PARTS]):
+        if all(file.is_file() for file in forms):
+            return forms
+    raise missing(NAME, root)
+
+
+def _read(path: Path) -> tuple[NDArray[np.int64], list[str]]:
+    """The labels, from 0, and the texts of one file."""
+    content = _content(path)
+    compact = path.suffix == ".gz"
+    columns = 2 if compact else 3
+    labels, texts = [], []
+    rows = csv.reader(io.StringIO(content, newline=""))
+    try:
+        if compact and next(rows, None) != ["label", "text"]:
+            raise DataError(f"{path}, line 1: expected the header label,text.")
+        for row in rows:
+            if len(row) != columns:
+                raise DataError(f"{path}, line {rows.line_num}: {len(row)} columns; expected {columns}.")
+            if row[0] not in ("1", "2", "3", "4"):
+                raise DataError(f"{path}, line {rows.line_num}: the topic is {row[0][:40]!r}; expected 1, 2, 3 or 4.")
+            labels.append(int(row[0]) - 1)
+            texts.append(" ".join(row[1:]))
+    except csv.Error as error:
+        raise DataError(f"{path}, line {rows.line_num}: {error}; expected CSV with texts in double quotes.") from None
+    if not texts:
+        raise DataError(f"{path} holds no texts.")
+    if content.count('"') % 2:
+        raise DataError(f"{path}, line {rows.line_num}: the file ends inside a quoted text; it is not whole.")
+    return np.array(labels, dtype=np.int64), texts
+
+
+def _content(path: Path) -> str:
+    try:
+        raw = path.read_bytes()
+        raw = gzip.decompress(raw) if path.suffix == ".gz" else raw
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read: {error}.") from None
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{path}, line {line}: not UTF-8 ({error.reason}); save the file as UTF-8.") from None

@@ -1,0 +1,137 @@
+"""The published files of the digits: IDX (MNIST), pictures with a label list (MNIST-M), .mat (SVHN, SynthDigits) and
+LIBSVM's text (USPS). Each reader gives a `Part`; a file that is not what it should be is refused by its name."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedprism.data.parts import PIECE, Part, Pixels, checked, cut, damaged, reading
+from fedprism.data.pictures import read_picture
+
+UBYTE = 8  # IDX's number for unsigned bytes
+
+
+# --- IDX -------------------------------------------------------------------------------------------------------------
+
+
+def idx(images: Path, labels: Path, is_test: bool) -> Part:
+    """Images and labels of MNIST's kind, packed with gzip or not; labels 0 to 9."""
+    with reading(labels), _idx(labels, 1) as (file, shape):
+        digits = np.frombuffer(file.read(), dtype=np.uint8)
+        if len(digits) != shape[0]:
+            raise damaged(labels, f"it holds {len(digits)} labels and says that it has {shape[0]}")
+    with reading(images), _idx(images, 3) as (_, shape):
+        if shape[0] != len(digits):
+            raise damaged(images, f"it has {shape[0]} images, but {labels.name} has {len(digits)} labels")
+    return Part({"labels": checked(labels, "labels", digits, 0, 9)}, is_test, partial(_idx_pixels, images))
+
+
+def _idx_pixels(path: Path) -> Iterator[Pixels]:
+    with reading(path), _idx(path, 3) as (file, (count, high, wide)):
+        for start in range(0, count, PIECE):
+            n = min(PIECE, count - start)
+            content = file.read(n * high * wide)
+            if len(content) < n * high * wide:
+                raise damaged(path, f"it ends before its {count} images do")
+            yield np.frombuffer(content, dtype=np.uint8).reshape(n, high, wide)
+        if file.read(1):
+            raise damaged(path, f"it goes on after its {count} images")
+
+
+@contextmanager
+def _idx(path: Path, dimensions: int) -> Iterator[tuple[IO[bytes], tuple[int, ...]]]:
+    """An IDX file of unsigned bytes, opened behind its header, and the shape that the header gives."""
+    with cast(IO[bytes], gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")) as file:
+        head = file.read(4 + 4 * dimensions)
+        if head[:4] != bytes([0, 0, UBYTE, dimensions]) or len(head) < 4 + 4 * dimensions:
+            raise damaged(path, f"it is no IDX file of unsigned bytes with {dimensions} dimension(s)")
+        yield file, struct.unpack(f">{dimensions}I", head[4:])
+
+
+# --- .mat ------------------------------------------------------------------------------------------------------------
+
+
+def mat(path: Path, low: int, high: int, is_test: bool) -> Part:
+    """`X` [height, width, 3, n] and `y` [n, 1] of SVHN's kind; labels `low` to `high`, of which 10 is the digit 0."""
+    from scipy.io import whosmat
+    from scipy.io.matlab import MatReadError
+
+    with reading(path, MatReadError):
+        shapes = {name: shape for name, shape, _ in whosmat(path)}
+    x, y = shapes.get("X", ()), shapes.get("y", ())
+    if len(x) != 4 or x[2] != 3 or min(x) < 1 or sorted(y) != sorted((1, x[3])):
+        raise damaged(path, f"it holds {shapes or 'nothing'}; expected X [height, width, 3, n] and y [n, 1]")
+    labels = checked(path, "labels", _variable(path, "y").reshape(-1), low, high) % 10
+    return Part({"labels": labels}, is_test, partial(_mat_pixels, path))
+
+
+def _mat_pixels(path: Path) -> Iterator[Pixels]:
+    pixels = _variable(path, "X")
+    if pixels.dtype != np.uint8:
+        raise damaged(path, f"its X holds {pixels.dtype}; expected uint8")
+    yield from cut(pixels.transpose(3, 0, 1, 2))
+
+
+def _variable(path: Path, name: str) -> NDArray[Any]:
+    from scipy.io import loadmat
+    from scipy.io.matlab import MatReadError
+
+    with reading(path, MatReadError):
+        return np.asarray(loadmat(path, variable_names=[name])[name])
+
+
+# --- LIBSVM's text ---------------------------------------------------------------------------------------------------
+
+USPS_SIDE = 16
+
+
+def libsvm(path: Path, is_test: bool) -> Part:
+    """USPS: a line an image, `label 1:value 2:value ...`; labels 1 to 10 are the digits 0 to 9, values -1 to 1."""
+    from sklearn.datasets import load_svmlight_file
+
+    with reading(path), (bz2.open if path.suffix == ".bz2" else open)(path, "rb") as file:
+        values, labels = load_svmlight_file(cast(Any, file), n_features=USPS_SIDE**2, zero_based=False)
+    values = values.toarray()
+    if len(values) and not np.abs(values).max() <= 1:
+        raise damaged(path, f"its values lie between {values.min():g} and {values.max():g}; expected -1 to 1")
+    if (labels % 1 != 0).any():
+        raise damaged(path, "its labels are not whole numbers")
+    digits = checked(path, "labels", labels.astype(np.int64), 1, 10) - 1
+    pixels = ((values + 1) * 127.5).round().astype(np.uint8).reshape(-1, USPS_SIDE, USPS_SIDE)
+    return Part({"labels": digits}, is_test, lambda: cut(pixels))
+
+
+# --- pictures with a list of labels ----------------------------------------------------------------------------------
+
+
+def listed(labels: Path, folder: Path, side: int, is_test: bool) -> Part:
+    """MNIST-M: `labels` has lines such as `00000001.png 7`, whose pictures lie in `folder`; read at the side given."""
+    names, digits = [], []
+    with reading(labels):
+        for number, line in enumerate(labels.read_text(encoding="utf-8").splitlines(), start=1):
+            words = line.split()
+            if len(words) != 2 or not words[1].isascii() or not words[1].isdigit() or Path(words[0]).name != words[0]:
+                raise damaged(labels, f"line {number} is {line[:80]!r}; expected a file's name and a digit")
+            names.append(words[0])
+            digits.append(int(words[1]))
+    values = checked(labels, "labels", np.array(digits, dtype=np.int64), 0, 9)
+    return Part({"labels": values}, is_test, partial(_pictures, folder, names, side))
+
+
+def _pictures(folder: Path, names: list[str], side: int) -> Iterator[Pixels]:
+    for start in range(0, len(names), PIECE):
+        piece = []
+        for name in names[start : start + PIECE]:
+            with reading(folder / name):
+                piece.append(read_picture(folder / name, side).transpose(1, 2, 0))
+        yield np.stack(piece)

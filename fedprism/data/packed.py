@@ -1,0 +1,125 @@
+"""Two compact .npz formats of benchmark images.
+
+*Mosaic*: for each split `train` and `test`, `<split>_mosaic` holds the bytes of one WebP or JPEG picture in which all
+images are tiled row by row; `tile` is (height, width), `<split>_y` are the labels in tile order. Tiles beyond the
+number of labels are unused.
+
+*JPEG*: `jpeg` holds one JPEG file an image, one after the other; image i is `jpeg[offsets[i]:offsets[i + 1]]`. Further
+arrays (`domain`, `label`, `domains`, `classes`, `path`) say what the images are. All names may have a prefix.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.WebPImagePlugin import WebPImageFile
+
+from fedprism.data.parts import Part, Pixels, checked, damaged, reading
+
+MOSAIC_PIXELS = 160_000_000  # the largest mosaic that is decoded; 60,000 images of 32 x 32 are 61 million pixels
+
+
+def mosaic(path: Path, split: str, classes: int, also: Sequence[tuple[str, int]] = ()) -> Part:
+    """One split of a mosaic; `also` names further labels (`coarse`) and how many values they have."""
+    with reading(path):
+        columns = {}
+        for key, name, count in [("labels", "y", classes), *((name, name, count) for name, count in also)]:
+            columns[key] = checked(path, f"{split}_{name}", _array(path, f"{split}_{name}"), 0, count - 1)
+        n = len(columns["labels"])
+        if any(values.shape != (n,) for values in columns.values()):
+            raise damaged(path, f"its {split} part has columns of different lengths")
+    return Part(columns, split == "test", lambda: _tiles(path, split, n))
+
+
+def _tiles(path: Path, split: str, n: int) -> Iterator[Pixels]:
+    """uint8 [m, height, width, 3], a row of the mosaic at a time."""
+    with reading(path):
+        size = _array(path, "tile")
+        if size.shape != (2,) or size.dtype.kind not in "iu" or min(size) < 1:
+            raise damaged(path, f"its tile is {size.tolist()}; expected height and width")
+        high, wide = int(size[0]), int(size[1])
+        with _opened(_array(path, f"{split}_mosaic")) as picture:
+            across, down = picture.width // wide, picture.height // high
+            if (across * wide, down * high) != picture.size or across * down < n:
+                raise damaged(
+                    path,
+                    f"its {split} mosaic of {picture.width} x {picture.height} pixels does not hold {n} tiles of "
+                    f"{wide} x {high}",
+                )
+            for row in range(-(-n // across)):
+                band = picture.crop((0, row * high, picture.width, (row + 1) * high))  # decodes all, once
+                tiles = np.asarray(band.convert("RGB")).reshape(high, across, wide, 3).swapaxes(0, 1)
+                yield tiles[: n - row * across]
+
+
+def _opened(content: NDArray[np.uint8]) -> Image.Image:
+    """A mosaic is meant to be large, so the kind's own class opens it: `Image.open` has a limit that is global."""
+    data = content.tobytes()
+    kind = JpegImageFile if data.startswith(b"\xff\xd8") else WebPImageFile
+    picture = kind(io.BytesIO(data))
+    if picture.width * picture.height > MOSAIC_PIXELS:
+        raise ValueError(f"a mosaic of {picture.width} x {picture.height}, at most {MOSAIC_PIXELS:,} pixels are read")
+    return picture
+
+
+class Jpegs:
+    """One JPEG file an image, and what is known of each.
+
+    `len(jpegs)` images; `jpegs.picture(i, side)` decodes one; `jpegs.column("label", 10)` and `jpegs.names("classes")`
+    are what stands beside them.
+    """
+
+    def __init__(self, path: Path, prefix: str = "") -> None:
+        self.path = path
+        self._prefix = prefix
+        with reading(path):
+            self._jpeg = _array(path, f"{prefix}jpeg")
+            self._offsets = _array(path, f"{prefix}offsets").astype(np.int64)
+        offsets, size = self._offsets, len(self._jpeg)
+        if (
+            offsets.ndim != 1
+            or len(offsets) < 2
+            or offsets[0] < 0
+            or offsets[-1] > size
+            or (np.diff(offsets) < 1).any()
+        ):
+            raise damaged(path, f"its {prefix}offsets do not cut {prefix}jpeg ({size} bytes) into files")
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def picture(self, index: int, side: int) -> Pixels:
+        """uint8 [3, side, side]; squeezed to a square, bilinear."""
+        start, end = self._offsets[index : index + 2]
+        with reading(self.path), Image.open(io.BytesIO(self._jpeg[start:end].tobytes()), formats=["JPEG"]) as file:
+            image = file.convert("RGB")
+            if image.size != (side, side):
+                image = image.resize((side, side), Image.Resampling.BILINEAR)
+            return np.asarray(image).transpose(2, 0, 1)
+
+    def column(self, name: str, count: int) -> NDArray[np.int64]:
+        """A number an image, from 0 to `count` - 1: `label`, `domain`, `y`."""
+        with reading(self.path):
+            values = _array(self.path, self._prefix + name)
+        if values.shape != (len(self),):
+            raise damaged(self.path, f"its {self._prefix}{name} has shape {values.shape}; expected ({len(self)},)")
+        return checked(self.path, self._prefix + name, values, 0, count - 1)
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """Texts: `classes`, `domains` (of the whole file), or `path` (one an image, with the prefix)."""
+        with reading(self.path):
+            return tuple(str(text) for text in _array(self.path, name))
+
+
+def _array(path: Path, name: str) -> NDArray[Any]:
+    with np.load(path, allow_pickle=False) as packed:
+        if name not in packed.files:
+            raise damaged(path, f"it has no array {name!r}")
+        return np.asarray(packed[name])

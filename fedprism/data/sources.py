@@ -1,0 +1,600 @@
+"""Where the published datasets are to be had, under which terms, and how their files are named.
+
+Addresses and checksums are those of published lists; each says of which. A file without a published checksum is
+`unverified`: its checksum is recorded at the first download (`<root>/checksums.json`), and a later one must agree.
+The files of a source lie in `<root>/<source>/` under their published names, archives unpacked in place.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from rich.console import Console
+from rich.filesize import decimal
+
+from fedprism.data.download import (
+    MOST_BYTES,
+    MOST_FILES,
+    Checksums,
+    byte_bar,
+    digest,
+    fetch,
+    half_unpacked,
+    unpack,
+    writing,
+)
+from fedprism.errors import DataError, unknown
+
+Ways = tuple[str, ...]  # patterns of which one must be found
+
+
+@dataclass(frozen=True)
+class File:
+    """One published file."""
+
+    name: str
+    address: str  # where it is fetched, or the page to open where `by_hand`
+    checksum: str | None = None  # md5:... or sha256:...; None: none is published
+    size: int | None = None
+    checksum_from: str = ""  # who published the checksum
+    address_from: str = ""  # who published the address, where that is someone else
+    unpack: bool = False
+    keep: tuple[str, ...] = ()  # of an archive, unpack only what agrees with one of these patterns
+    gives: tuple[Ways, ...] = ()  # what a reader then finds in the folder; empty: the file itself
+    mirrors: tuple[str, ...] = ()
+    by_hand: bool = False  # nobody offers it to programs
+
+    @property
+    def expects(self) -> tuple[Ways, ...]:
+        return self.gives or ((self.name,),)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is published under one name, in one folder."""
+
+    name: str
+    title: str
+    files: tuple[File, ...]
+    licence: str
+    cite: str
+    note: str = ""
+    most_bytes: int = MOST_BYTES  # an unpacked archive may be this large
+    most_files: int = MOST_FILES
+
+    @property
+    def folder(self) -> str:
+        return self.name
+
+    @property
+    def expects(self) -> tuple[Ways, ...]:
+        """What readers look for in the folder; of each entry one pattern must be found."""
+        return tuple(ways for file in self.files for ways in file.expects)
+
+    @property
+    def size(self) -> int | None:
+        """Bytes to download; None: not published."""
+        sizes = [file.size for file in self.files]
+        return None if None in sizes else sum(size or 0 for size in sizes)
+
+    def lacks(self, root: Path) -> list[str]:
+        """The first pattern of everything that is not there."""
+        return [ways[0] for ways in self.expects if not _found(root / self.folder, ways)]
+
+
+def _found(folder: Path, ways: Ways) -> bool:
+    return any(next(folder.glob(way), None) is not None for way in ways)
+
+
+# --- the sources ------------------------------------------------------------------------------------------------------
+
+_TFDS = "tensorflow-datasets 4.9.10"
+_MILA = "GitHub datasets-mila/datasets--domainnet, md5sums (sizes: its git-annex keys)"
+_TLLIB = "GitHub thuml/Transfer-Learning-Library, tllib/vision/datasets/pacs.py"
+_PYKALE = "pykale, kale/loaddata/image_access.py"
+_NO_LICENCE = "No licence is stated by those who publish it."
+
+_OFFICE = (  # of Office-31, and as the ten classes are also spelled
+    *("back_pack", "bike", "calculator", "headphones", "keyboard"),
+    *("laptop_computer", "monitor", "mouse", "mug", "projector"),
+    *("*backpack", "*touring-bike", "*head-phones", "*computer-keyboard"),
+    *("*laptop", "*laptop-101", "*computer-monitor", "*computer-mouse", "*coffee-mug", "*video-projector"),
+)
+_DOMAINNET = (
+    *("bird", "feather", "headphones", "ice_cream", "teapot"),
+    *("tiger", "whale", "windmill", "wine_glass", "zebra"),
+)
+
+
+def _mnist(name: str, size: int, sha256: str) -> File:
+    return File(
+        name,
+        f"https://storage.googleapis.com/cvdf-datasets/mnist/{name}",
+        f"sha256:{sha256}",
+        size,
+        f"{_TFDS}, url_checksums/mnist.txt",
+        gives=((name, name.removesuffix(".gz")),),
+        mirrors=(f"https://ossci-datasets.s3.amazonaws.com/mnist/{name}",),  # torchvision's
+    )
+
+
+def _svhn(name: str, size: int, sha256: str) -> File:
+    where = f"{_TFDS}, datasets/svhn_cropped/checksums.tsv"
+    return File(name, f"http://ufldl.stanford.edu/housenumbers/{name}", f"sha256:{sha256}", size, where)
+
+
+def _usps(name: str, md5: str) -> File:
+    address = f"https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/multiclass/{name}"
+    return File(name, address, f"md5:{md5}", None, "torchvision 0.29.2, torchvision/datasets/usps.py")
+
+
+def _agnews(name: str, md5: str) -> File:
+    address = f"https://raw.githubusercontent.com/mhjabreel/CharCnn_Keras/master/data/ag_news_csv/{name}"
+    return File(name, address, f"md5:{md5}", None, "torchtext 0.18.0, torchtext/datasets/ag_news.py")
+
+
+def _office(domain: str) -> File:
+    return File(
+        f"{domain}.zip",
+        f"https://github.com/pykale/data/raw/main/images/office/{domain}.zip",
+        address_from=_PYKALE,
+        unpack=True,
+        keep=tuple(f"*/{name}/*" for name in _OFFICE),
+        gives=((domain, f"*/{domain}", *(("caltech10", "*/caltech10") if domain == "caltech" else ())),),
+    )
+
+
+def _pacs(domain: str, key: str) -> File:
+    return File(
+        f"{domain}.tgz",
+        f"https://cloud.tsinghua.edu.cn/f/{key}/?dl=1",
+        address_from=_TLLIB,
+        unpack=True,
+        gives=((domain, f"*/{domain}"),),
+    )
+
+
+def _domainnet(domain: str, folder: str, size: int, md5: str, *lists: tuple[str, int, str]) -> tuple[File, ...]:
+    base = "http://csr.bu.edu/ftp/visda/2019/multi-source"
+    images = File(
+        f"{domain}.zip",
+        f"{base}/{folder}{domain}.zip",
+        f"md5:{md5}",
+        size,
+        _MILA,
+        unpack=True,
+        keep=tuple(f"*/{name}/*" for name in _DOMAINNET),
+        gives=((domain, f"*/{domain}"),),
+    )
+    texts = (
+        File(
+            f"{domain}_{part}.txt",
+            f"{base}/domainnet/txt/{domain}_{part}.txt",
+            f"md5:{list_md5}",
+            list_size,
+            _MILA,
+            gives=((f"{domain}_{part}.txt", f"*/{domain}_{part}.txt"),),
+        )
+        for part, list_size, list_md5 in lists
+    )
+    return (images, *texts)
+
+
+_ALL = (
+    Source(
+        "mnist",
+        "MNIST: handwritten digits, 28x28 grey",
+        (
+            _mnist(
+                "train-images-idx3-ubyte.gz",
+                9912422,
+                "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+            ),
+            _mnist(
+                "train-labels-idx1-ubyte.gz", 28881, "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"
+            ),
+            _mnist(
+                "t10k-images-idx3-ubyte.gz", 1648877, "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6"
+            ),
+            _mnist(
+                "t10k-labels-idx1-ubyte.gz", 4542, "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"
+            ),
+        ),
+        "Creative Commons Attribution-Share Alike 3.0, as Keras's documentation says; copyright Y. LeCun, C. Cortes.",
+        "LeCun, Bottou, Bengio, Haffner: Gradient-based learning applied to document recognition. Proc. IEEE, 1998.",
+    ),
+    Source(
+        "mnist-m",
+        "MNIST-M: MNIST digits on patches of photographs, 32x32 colour",
+        (
+            File(
+                "mnist_m.tar.gz",
+                "https://cornell.box.com/shared/static/jado7quprg6hzzdubvwzh9umr75damwi",
+                "md5:859df31c91afe82e80e5012ba928f279",
+                None,
+                "pytorch-adapt 0.0.83, datasets/mnistm.py, and GitHub google-deepmind/dm_nevis, handlers/mnist_m.py",
+                unpack=True,
+                gives=tuple(
+                    (f"mnist_m/{name}", name)
+                    for part in ("train", "test")
+                    for name in (f"mnist_m_{part}", f"mnist_m_{part}_labels.txt")
+                ),
+            ),
+        ),
+        f"{_NO_LICENCE} Made from MNIST and the photographs of BSDS500.",
+        "Ganin et al.: Domain-adversarial training of neural networks. JMLR, 2016.",
+        "The authors' own copy is on Google Drive (http://yaroslav.ganin.net); this one has the same checksum.",
+    ),
+    Source(
+        "svhn",
+        "SVHN: cropped digits of house numbers, 32x32 colour",
+        (
+            _svhn("train_32x32.mat", 182040794, "435e94d69a87fde4fd4d7f3dd208dfc32cb6ae8af2240d066de1df7508d083b8"),
+            _svhn("test_32x32.mat", 64275384, "cdce80dfb2a2c4c6160906d0bd7c68ec5a99d7ca4831afa54f09182025b6a75b"),
+        ),
+        "For non-commercial use only.",
+        "Netzer et al.: Reading digits in natural images with unsupervised feature learning. NIPS workshop, 2011.",
+    ),
+    Source(
+        "usps",
+        "USPS: handwritten digits of envelopes, 16x16 grey",
+        (
+            _usps("usps.bz2", "ec16c51db3855ca6c91edd34d0e9b197"),
+            _usps("usps.t.bz2", "8ea070ee2aca1ac39742fdd1ef5ed118"),
+        ),
+        _NO_LICENCE,
+        "Hull: A database for handwritten text recognition research. IEEE PAMI, 1994.",
+        "The text form that LIBSVM publishes.",
+    ),
+    Source(
+        "synth-digits",
+        "SynthDigits: rendered digits, 32x32 colour",
+        (
+            File(
+                "SynthDigits.zip",
+                "https://drive.google.com/file/d/0B9Z4d7lAwbnTSVR1dEFSRUFxOUU/view",
+                address_from="the authors' page, http://yaroslav.ganin.net",
+                unpack=True,
+                keep=("*synth_train_32x32.mat", "*synth_test_32x32.mat"),
+                gives=(
+                    ("synth_train_32x32.mat", "*/synth_train_32x32.mat"),
+                    ("synth_test_32x32.mat", "*/synth_test_32x32.mat"),
+                ),
+                by_hand=True,
+            ),
+        ),
+        _NO_LICENCE,
+        "Ganin, Lempitsky: Unsupervised domain adaptation by backpropagation. ICML, 2015.",
+        "Only on Google Drive, so it must be fetched by hand with a browser. The generator `synth-digits-like` needs "
+        "no download, but is not the same data.",
+    ),
+    Source(
+        "office-caltech-10",
+        "Office-Caltech-10: objects in ten classes, four domains",
+        tuple(_office(domain) for domain in ("amazon", "caltech", "dslr", "webcam")),
+        _NO_LICENCE,
+        "Saenko et al.: Adapting visual category models to new domains. ECCV, 2010. Griffin, Holub, Perona: "
+        "Caltech-256 object category dataset. 2007. Gong et al.: Geodesic flow kernel for unsupervised domain "
+        "adaptation. CVPR, 2012.",
+        "The archives hold all classes of Office-31; the ten are unpacked. Other copies, such as FedBN's on Google "
+        "Drive (https://drive.google.com/file/d/1gxhV5xRXQgC9AL4XexduH7hdxDng7bJ3/view), may be put there by hand as "
+        "<domain>/<class>/*.jpg.",
+    ),
+    Source(
+        "domainnet-10",
+        "DomainNet (cleaned version): the ten classes of FedBN, six domains",
+        (
+            *_domainnet(
+                "clipart",
+                "groundtruth/",
+                1270909081,
+                "cd0d8f2d77a4e181449b78ed62bccf1e",
+                ("train", 1443819, "b4349693a7f9c05c53955725c47ed6cb"),
+                ("test", 628917, "f5ddbcfd657a3acf9d0f7da10db22565"),
+            ),
+            *_domainnet(
+                "infograph",
+                "",
+                4338659804,
+                "720380b86f9e6ab4805bb38b6bd135f8",
+                ("train", 1683098, "379b50054f4ac2018dca4f89421b92d9"),
+                ("test", 728028, "779626b50869edffe8ea6941c3755c71"),
+            ),
+            *_domainnet(
+                "painting",
+                "groundtruth/",
+                3679366174,
+                "1ae32cdb4f98fe7ab5eb0a351768abfd",
+                ("train", 2241901, "7db0e7ca73ad9982f6e1f7f3ef372c0a"),
+                ("test", 971888, "232b35dc53f26d414686ae579e38d9b5"),
+            ),
+            *_domainnet(
+                "quickdraw",
+                "",
+                459920701,
+                "bdc1b6f09f277da1a263389efe0c7a66",
+                ("train", 5164600, "b732ced3939ac8efdd8c0a889dca56cc"),
+                ("test", 2213400, "c1a828fdfe216fb109f1c0083a252c6f"),
+            ),
+            *_domainnet(
+                "real",
+                "",
+                6062039589,
+                "dcc47055e8935767784b7162e7c7cca6",
+                ("train", 4440944, "8ebf02c2075fadd564705f0dc7cd6291"),
+                ("test", 1911327, "6098816791c3ebed543c71ffa11b9054"),
+            ),
+            *_domainnet(
+                "sketch",
+                "",
+                2633992926,
+                "658d8009644040ff7ce30bb2e820850f",
+                ("train", 1960222, "1233bd18aa9a8a200bf4cecf1c34ef3e"),
+                ("test", 850581, "d8a222e4672cfd585298aa14d02ea441"),
+            ),
+        ),
+        "Fair use notice: some of it is copyrighted; for non-commercial research and education only.",
+        "Peng et al.: Moment matching for multi-source domain adaptation. ICCV, 2019.",
+        "The archives hold all 345 classes; the ten of FedBN's subset are unpacked. The archives may be deleted then.",
+    ),
+    Source(
+        "cifar10",
+        "CIFAR-10: objects in ten classes, 32x32 colour",
+        (
+            File(
+                "cifar-10-binary.tar.gz",
+                "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+                "sha256:c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
+                170052171,
+                f"{_TFDS}, url_checksums/cifar10.txt",
+                unpack=True,
+                gives=tuple(
+                    (f"cifar-10-batches-bin/{name}.bin", f"cifar-10-batches-py/{name}")
+                    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
+                ),
+            ),
+        ),
+        _NO_LICENCE,
+        "Krizhevsky: Learning multiple layers of features from tiny images. 2009.",
+    ),
+    Source(
+        "cifar100",
+        "CIFAR-100: objects in 100 classes of 20 superclasses, 32x32 colour",
+        (
+            File(
+                "cifar-100-binary.tar.gz",
+                "https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
+                "sha256:58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec",
+                168513733,
+                f"{_TFDS}, url_checksums/cifar100.txt",
+                unpack=True,
+                gives=tuple((f"cifar-100-binary/{part}.bin", f"cifar-100-python/{part}") for part in ("train", "test")),
+            ),
+        ),
+        _NO_LICENCE,
+        "Krizhevsky: Learning multiple layers of features from tiny images. 2009.",
+    ),
+    Source(
+        "tiny-imagenet",
+        "Tiny-ImageNet: objects in 200 classes, 64x64 colour",
+        (
+            File(
+                "tiny-imagenet-200.zip",
+                "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
+                "md5:90528d7ca1a48142e341f4ef8d21d0de",
+                248100043,
+                "avalanche-lib 0.6.0, tiny_imagenet.py (size: GitHub datasets-mila/datasets--tinyimagenet)",
+                unpack=True,
+                gives=tuple(
+                    (f"tiny-imagenet-200/{name}", name)
+                    for name in ("train", "val/images", "val/val_annotations.txt", "wnids.txt", "words.txt")
+                ),
+            ),
+        ),
+        f"{_NO_LICENCE} The images are ImageNet's; see the terms of access at https://www.image-net.org.",
+        "Le, Yang: Tiny ImageNet visual recognition challenge. Stanford CS 231N, 2015.",
+    ),
+    Source(
+        "pacs",
+        "PACS: objects in seven classes, four domains",
+        (
+            _pacs("art_painting", "4eb7db4f3eec41719856"),
+            _pacs("cartoon", "d847ac22497b4826889f"),
+            _pacs("photo", "458ad21483da4a45935b"),
+            _pacs("sketch", "c892ac2d94a44b1196b8"),
+        ),
+        _NO_LICENCE,
+        "Li, Yang, Song, Hospedales: Deeper, broader and artier domain generalization. ICCV, 2017.",
+        "These archives are a third party's copy. DomainBed's is on Google Drive "
+        "(https://drive.google.com/uc?id=1JFr8f805nMUelQWWmfnJR3y4_SYoN5Pd); its kfold/ may be put there by hand.",
+    ),
+    Source(
+        "agnews",
+        "AG News: titles and descriptions of news in four topics",
+        (
+            _agnews("train.csv", "b1a00f826fdfbd249f79597b59e1dc12"),
+            _agnews("test.csv", "d52ea96a97a2d943681189a97654912d"),
+        ),
+        "For research and any other non-commercial activity, as its readme says.",
+        "Zhang, Zhao, LeCun: Character-level convolutional networks for text classification. NIPS, 2015.",
+    ),
+)
+
+SOURCES: dict[str, Source] = {source.name: source for source in _ALL}
+
+# Datasets that are made of other names' files.
+_MADE_OF = {
+    "digits-five": ("mnist", "mnist-m", "svhn", "usps", "synth-digits"),
+    "cifar100-super": ("cifar100",),
+}
+NAMES = (*_MADE_OF, *SOURCES)  # all that can be prepared
+
+
+def sources_of(name: str) -> tuple[Source, ...]:
+    """The sources of a dataset, or of one of its parts.
+
+    >>> [source.name for source in sources_of("digits-five")]
+    ['mnist', 'mnist-m', 'svhn', 'usps', 'synth-digits']
+    """
+    if name not in NAMES:
+        raise DataError(unknown("published dataset", name, NAMES) + " Generated datasets need no files.")
+    return tuple(SOURCES[part] for part in _MADE_OF.get(name, (name,)))
+
+
+def is_there(name: str, root: Path) -> bool:
+    """Is all of a dataset where readers look for it?"""
+    return not any(source.lacks(root) for source in sources_of(name))
+
+
+def missing(name: str, root: Path, detail: str = "") -> DataError:
+    """The error for files that are not there: which, how to get them, and where to put them by hand."""
+    sources = sources_of(name)
+    lines = [f"{name}: files are missing in {root}. {detail}".rstrip()]
+    lines.append(f"Download them with `fedprism data prepare {name}`, or put them there by hand:")
+    whole = is_there(name, root)  # then the reader that asks knows better, and all are named
+    for source in sources:
+        lacks = source.lacks(root)
+        for file in source.files:
+            paths = [ways[0] for ways in file.expects if whole or ways[0] in lacks]
+            if paths:
+                lines += [f"  {root / source.folder / path}" for path in paths]
+                lines.append(f"    from {file.address}{', with a browser' if file.by_hand else ''}")
+    lines.append("Another folder is named by data.root or $FEDPRISM_DATA.")
+    return DataError("\n".join(lines))
+
+
+# --- preparing --------------------------------------------------------------------------------------------------------
+
+
+def prepare(name: str, root: Path, console: Console | None = None) -> None:
+    """Download what is missing of a dataset, check it, and unpack it; shows licence and citation first."""
+    sources = sources_of(name)
+    console = console or Console()
+    if is_there(name, root) and not os.access(root, os.W_OK):  # a shared folder that others filled
+        _say(console, f"{name}: all files are there already, in {root}.")
+        return
+    with writing(f"{root} cannot be used"):
+        root.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(root / ".prepare.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            _say(console, f"Another process downloads into {root}; waiting for it.")
+            lock.acquire()
+    by_hand: list[str] = []
+    try:
+        seen = Checksums(root)
+        for source in sources:
+            by_hand += _prepare(source, root, seen, console)
+    finally:
+        lock.release()
+    if by_hand:
+        again = f"Then run `fedprism data prepare {name}` again."
+        raise DataError("\n".join((f"{name}: what is left must be fetched by hand, with a browser:", *by_hand, again)))
+
+
+def _prepare(source: Source, root: Path, seen: Checksums, console: Console) -> list[str]:
+    """Do one source, and return what is to be done by hand."""
+    folder = root / source.folder
+    size = f" ({decimal(source.size)} to download)" if source.size else ""
+    _say(console, f"{source.title}{size}\n  folder: {folder}\n  licence: {source.licence}\n  cite: {source.cite}")
+    if source.note:
+        _say(console, f"  note: {source.note}")
+    by_hand, changed = [], False
+    for file in source.files:
+        path = folder / file.name
+        there = all(_found(folder, ways) for ways in file.expects) and not half_unpacked(path, folder)
+        if there and (file.unpack or not path.exists()):
+            continue
+        if path.exists():
+            changed |= _check(source, file, path, seen, console)
+        elif file.by_hand:
+            by_hand.append(f"  {file.address}\n    save it as {path}")
+            continue
+        else:
+            _download(source, file, path, seen, console)
+            changed = True
+        if file.unpack:
+            try:
+                _unpack(source, file, path, console)
+            except DataError:
+                if file.checksum is None:  # what cannot be unpacked must not be what later downloads are held to
+                    seen.forget(f"{source.name}/{file.name}")
+                raise
+            changed = True
+    lacks = source.lacks(root)
+    if not changed and not lacks:
+        _say(console, "  all files are there already.")
+    elif lacks and not by_hand:
+        raise DataError(
+            f"{source.name}: everything was downloaded, but {', '.join(lacks)} is not in {folder}. The published "
+            "archive seems to have changed; please report this, and put the files there by hand."
+        )
+    return by_hand
+
+
+def _download(source: Source, file: File, path: Path, seen: Checksums, console: Console) -> None:
+    key = f"{source.name}/{file.name}"
+    expected, origin = file.checksum, f"published by {file.checksum_from}"
+    if expected is None and (expected := seen.of(key)) is not None:
+        origin = f"recorded at the first download in {seen.path}; remove its entry there to accept another file"
+    size = f", {decimal(file.size)}" if file.size else ""
+    _say(console, f"  {file.name}: downloading{size}, {file.address}")
+    with byte_bar(file.name, console) as report:
+        addresses = (file.address, *file.mirrors)
+        address = fetch(addresses, path, checksum=expected, origin=origin, size=file.size, report=report)
+    _record(source, file, path, expected, address, seen, console)
+
+
+def _check(source: Source, file: File, path: Path, seen: Checksums, console: Console) -> bool:
+    """Check a file that lies there, once; False: that was done before."""
+    key = f"{source.name}/{file.name}"
+    known = seen.files.get(key)
+    if known and known.get("size") == path.stat().st_size and known["checksum"] == (file.checksum or known["checksum"]):
+        return False
+    expected = file.checksum or seen.of(key)
+    if expected is not None:
+        with byte_bar(f"{file.name}: checking", console) as report:
+            got = digest(path, expected.partition(":")[0], report)
+        if got != expected:
+            whose = f"published by {file.checksum_from}" if file.checksum else f"recorded in {seen.path}"
+            raise DataError(
+                f"{path} is not the published file: its checksum is {got}, expected {expected} ({whose}). Move it away "
+                f"and run `fedprism data prepare {source.name}` again."
+            )
+    _record(source, file, path, expected, "put there by hand", seen, console)
+    return True
+
+
+def _record(
+    source: Source, file: File, path: Path, checksum: str | None, address: str, seen: Checksums, console: Console
+) -> None:
+    verified = file.checksum is not None
+    made = checksum or digest(path)
+    seen.record(f"{source.name}/{file.name}", made, path.stat().st_size, address, verified)
+    if verified:
+        _say(console, f"  {file.name}: verified, {made} ({file.checksum_from})")
+    elif checksum:
+        _say(console, f"  {file.name}: unverified, but the same as at the first download, {made}")
+    else:
+        _say(console, f"  {file.name}: unverified, as no checksum is published; recorded in {seen.path}: {made}")
+
+
+def _unpack(source: Source, file: File, path: Path, console: Console) -> None:
+    with byte_bar(f"{file.name}: unpacking", console) as report:
+        unpack(
+            path,
+            path.parent,
+            keep=file.keep,
+            most_bytes=source.most_bytes,
+            most_files=source.most_files,
+            report=report,
+        )
+    _say(console, f"  {file.name}: unpacked; it may be deleted ({decimal(path.stat().st_size)})")
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

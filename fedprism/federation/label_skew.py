@@ -1,0 +1,325 @@
+"""Partitions by label: clients differ in which classes they have, and in how many images of each.
+
+>>> from fedprism.federation import federation
+>>> made = federation("digits-skew", partition={"name": "pathological", "clients": 10, "classes": 2, "rule": "slots"})
+>>> {len(client.class_counts().nonzero()) for client in made.clients.values()}
+{2}
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedprism import keys
+from fedprism.config import positive, setting
+from fedprism.data import Dataset
+from fedprism.errors import ConfigError, DataError
+from fedprism.federation.partitions import (
+    PARTITIONS,
+    Partition,
+    Share,
+    at_least_one,
+    class_sizes,
+    nobody,
+    numbered,
+    parts_of,
+    whole,
+)
+from fedprism.federation.splits import Indices
+
+TRIES = 1000  # draws of a Dirichlet partition before it is given up
+
+
+def steep(value: float) -> bool:
+    """Can a Dirichlet distribution of this concentration be drawn from? Far below, all its numbers underflow."""
+    return 1e-3 <= value <= 1e6
+
+
+@PARTITIONS.register("pathological")
+@dataclass(frozen=True)
+class Pathological(Partition):
+    """Every client has a fixed number of classes, by groups (FedCP) or by slots (Fed-CO2).
+
+    groups: classes in their order, each for the first ceil(clients * classes / all classes) clients that still lack
+    one, so that clients come in groups of the same classes. With n a client's equal share of a class, all but the last
+    client of that class get a random number of images from max(n / 10, least / all classes) to below n, and the last
+    gets the rest.
+
+    slots: each class has as many slots as any other (or one more), a client takes the classes with most slots left, at
+    random where these are equal, and a class is divided in proportion to numbers from U(0.4, 0.6).
+
+    Where a dataset has a test part of its own, it is divided in the same shares.
+    """
+
+    clients: int | None = setting(20, "how many", positive, "1 or more")
+    classes: int = setting(2, "classes a client", positive, "1 or more")
+    rule: Literal["groups", "slots"] = setting("groups", "who has which classes; groups: FedCP's; slots: Fed-CO2's")
+    balance: Literal["unbalanced", "equal"] = setting(
+        "unbalanced", "shares of a class at its clients; unbalanced: random, as the rule says"
+    )
+    least: int = setting(
+        40, "of groups; the authors' number: a batch of 10 over a test share of 0.25", positive, "1 or more"
+    )
+
+    def check(self, dataset: Dataset, clients: int) -> None:
+        classes = len(dataset.class_names)
+        if self.classes > classes:
+            raise ConfigError(
+                f"data.partition.classes is {self.classes}, but {dataset.name!r} has {classes}; ask for no more."
+            )
+        if clients * self.classes < classes:
+            raise ConfigError(
+                f"{self.asked(clients)}, which with {self.classes} classes each leaves some of the {classes} of "
+                f"{dataset.name!r} to nobody; ask for at least {-(-classes // self.classes)} clients, or for more "
+                "data.partition.classes."
+            )
+        if self.rule == "groups":
+            self._check_groups(clients, classes)
+
+    def _check_groups(self, clients: int, classes: int) -> None:
+        groups, left = divmod(classes, self.classes)
+        if left:
+            raise ConfigError(
+                f"data.partition.classes is {self.classes}, but groups that share no class need a divisor of the "
+                f"{classes} classes; choose another number, or data.partition.rule: slots."
+            )
+        if _empty_group(clients, groups):
+            fewer, more = clients, clients
+            while _empty_group(fewer, groups):
+                fewer -= 1
+            while _empty_group(more, groups):
+                more += 1
+            raise ConfigError(
+                f"{self.asked(clients)}, which fills {groups} groups one after the other and leaves the last without "
+                f"clients; ask for {fewer} or {more} clients, or take data.partition.rule: slots."
+            )
+
+    def shares(self, dataset: Dataset, pool: Indices, clients: int, seed: int) -> list[Share]:
+        rng = keys.numpy_generator(seed, "pathological")
+        labels, classes = dataset.labels.numpy(), len(dataset.class_names)
+        holders = self._grouped(clients, classes) if self.rule == "groups" else self._slotted(clients, classes, rng)
+        parts, sizes, owner = parts_of(dataset, pool), class_sizes(dataset, pool), nobody(dataset)
+        for label, held_by in enumerate(holders):
+            members = [part[labels[part] == label] for part in parts]
+            if len(members[0]) < len(held_by):
+                raise DataError(
+                    f"class {dataset.class_names[label]!r} of {dataset.name!r} has {len(members[0])} images to train "
+                    f"{len(held_by)} clients on; ask for fewer clients, or for fewer data.partition.classes."
+                )
+            shares = self._divided(int(sizes[label]), len(held_by), classes, rng)
+            for own in members:
+                owner[rng.permutation(own)] = np.repeat(held_by, at_least_one(whole(shares, len(own))))
+        return numbered(dataset, owner, clients)
+
+    def _grouped(self, clients: int, classes: int) -> list[Indices]:
+        """The clients of each class: group g of clients has group g of classes, all but the last equally large."""
+        size = -(-clients * self.classes // classes)
+        groups = (label // self.classes for label in range(classes))
+        return [np.arange(group * size, min((group + 1) * size, clients)) for group in groups]
+
+    def _slotted(self, clients: int, classes: int, rng: np.random.Generator) -> list[Indices]:
+        """The clients of each class: whoever comes takes the classes with most slots left."""
+        slots = rng.permutation(np.arange(clients * self.classes, clients * self.classes + classes) // classes)
+        holders: list[list[int]] = [[] for _ in range(classes)]
+        for client in range(clients):
+            taken = np.lexsort((rng.random(classes), -slots))[: self.classes]
+            slots[taken] -= 1
+            for label in taken:
+                holders[label].append(client)
+        return [np.array(held_by) for held_by in holders]
+
+    def _divided(self, size: int, holders: int, classes: int, rng: np.random.Generator) -> NDArray[np.float64]:
+        """The shares of a class of `size` images among its clients."""
+        if self.balance == "equal":
+            return np.full(holders, 1 / holders)
+        if self.rule == "slots":
+            return _normal(rng.uniform(0.4, 0.6, holders))
+        most = max(1, -(-size // holders) - 1)  # the largest whole number below an equal share
+        fewest = min(most, max(-(-size // (10 * holders)), -(-self.least // classes)))
+        counts = rng.integers(fewest, most, holders - 1, endpoint=True)
+        return _normal(np.append(counts, size - counts.sum()))
+
+
+def _normal(weights: NDArray[Any]) -> NDArray[np.float64]:
+    """The same in proportion, with the sum 1."""
+    shares: NDArray[np.float64] = weights / weights.sum()
+    return shares
+
+
+def _empty_group(clients: int, groups: int) -> bool:
+    """Is the last group empty when each takes an equal share of the clients, rounded up?"""
+    return (groups - 1) * -(-clients // groups) >= clients
+
+
+@PARTITIONS.register("dirichlet")
+@dataclass(frozen=True)
+class Dirichlet(Partition):
+    """Each class is divided among all clients in shares from a Dirichlet distribution.
+
+    The smaller `alpha`, the more the clients differ. Where a dataset has a test part of its own, it is divided in the
+    same shares. The draw is repeated until every client has `least` images, of each part where there are two.
+
+    capped, as FedCP's authors do it: clients that hold their equal share of all images or more get nothing of the
+    next class, and the shares of the others are from a Dirichlet distribution among them.
+    """
+
+    clients: int | None = setting(20, "how many", positive, "1 or more")
+    alpha: float = setting(0.1, "concentration of the shares of a class", steep, "0.001 to 1000000")
+    form: Literal["plain", "capped"] = setting("plain", "capped: nobody who holds an equal share already gets more")
+    least: int | Literal["fedcp"] = setting(
+        10,
+        "images that every client has, of each part; fedcp: 40, or half an equal share where that is less",
+        lambda v: v == "fedcp" or v > 0,
+        "1 or more, or fedcp",
+    )
+
+    def shares(self, dataset: Dataset, pool: Indices, clients: int, seed: int) -> list[Share]:
+        rng = keys.numpy_generator(seed, "dirichlet")
+        parts = parts_of(dataset, pool)
+        counts = self._counts(np.stack([class_sizes(dataset, part) for part in parts]), clients, rng)
+        labels, owner = dataset.labels.numpy(), nobody(dataset)
+        for part, table in zip(parts, counts, strict=True):
+            for label, row in enumerate(table):
+                owner[rng.permutation(part[labels[part] == label])] = np.repeat(np.arange(clients), row)
+        return numbered(dataset, owner, clients)
+
+    def _counts(self, sizes: Indices, clients: int, rng: np.random.Generator) -> Indices:
+        """Images by part, class and client; `sizes` [parts, classes] is what there is."""
+        held = sizes.sum(axis=1)
+        least = np.array([self._least(int(n), clients) for n in held])
+        if (clients * least > held).any():
+            raise DataError(
+                f"{clients} clients cannot have {_images(least)} each: there are {_images(held)}. "
+                "Ask for fewer clients, or lower data.partition.least."
+            )
+        draw, best = self._plain if self.form == "plain" else self._capped, np.zeros_like(least)
+        for _ in range(TRIES):
+            counts = draw(sizes, clients, rng)
+            fewest = counts.sum(axis=1).min(axis=1)
+            if (fewest >= least).all():
+                return counts
+            best = np.maximum(best, fewest)
+        raise DataError(
+            f"in {TRIES} draws with alpha {self.alpha:g} there was always one of {clients} clients with fewer than "
+            f"{_images(least)}; the best that was seen is {_images(best)}. Lower data.partition.least, raise "
+            "data.partition.alpha, or ask for fewer clients."
+        )
+
+    def _least(self, n: int, clients: int) -> int:
+        return min(40, n // (2 * clients)) if self.least == "fedcp" else self.least
+
+    def _plain(self, sizes: Indices, clients: int, rng: np.random.Generator) -> Indices:
+        shares = rng.dirichlet(np.full(clients, self.alpha), sizes.shape[1])
+        return whole(shares, sizes)
+
+    def _capped(self, sizes: Indices, clients: int, rng: np.random.Generator) -> Indices:
+        """To drop some and scale up the others is to draw among the others: Dirichlet shares have this property."""
+        counts = np.zeros((*sizes.shape, clients), dtype=np.int64)
+        held, cap = np.zeros(clients, dtype=np.int64), sizes.sum() / clients
+        for label in range(sizes.shape[1]):
+            free = np.flatnonzero(held < cap)
+            if len(free):  # nobody is once all are dealt: the last classes may be empty
+                counts[:, label, free] = whole(rng.dirichlet(np.full(len(free), self.alpha)), sizes[:, label])
+            held += counts[:, label].sum(axis=0)
+        return counts
+
+
+def _images(counts: Indices) -> str:
+    """'10 images', or of two parts '10 training and 10 test images'."""
+    return f"{counts[0]} images" if len(counts) == 1 else f"{counts[0]} training and {counts[1]} test images"
+
+
+@PARTITIONS.register("pachinko")
+@dataclass(frozen=True)
+class Pachinko(Partition):
+    """Each client draws its images by superclass, then class, from Dirichlet distributions of its own (CIFAR-100).
+
+    Pachinko allocation (Reddi et al. 2020, as in Fed-CO2): an image's superclass is drawn from a client's own shares of
+    the superclasses, from Dirichlet(alpha); its class from the client's shares of that superclass's classes, from
+    Dirichlet(beta); the image at random, without replacement. A class that has run out leaves the draw, as does a
+    superclass without classes, and the other shares are scaled up. Training and test images are drawn alike, and stay
+    what they are in the dataset.
+    """
+
+    everything: ClassVar[bool] = False
+
+    clients: int | None = setting(100, "how many", positive, "1 or more")
+    alpha: float = setting(0.3, "concentration of a client's shares of the superclasses", steep, "0.001 to 1000000")
+    beta: float = setting(10.0, "concentration of its shares of the classes in each", steep, "0.001 to 1000000")
+    each: int | None = setting(
+        None, "images a client, test images too; null: an equal share of all", positive, "1 or more"
+    )
+
+    def check(self, dataset: Dataset, clients: int) -> None:
+        if dataset.coarse is None:
+            raise ConfigError(
+                f"data.partition is pachinko, which needs a superclass of every class, but {dataset.name!r} has none; "
+                "use cifar100, or another partition."
+            )
+
+    def shares(self, dataset: Dataset, pool: Indices, clients: int, seed: int) -> list[Share]:
+        assert dataset.coarse is not None  # a settled partition
+        each = self.each or len(pool) // clients
+        if each < 1 or clients * each > len(pool):
+            raise DataError(
+                f"{clients} clients of {max(each, 1)} images need {clients * max(each, 1)}, but {dataset.name!r} has "
+                f"{len(pool)}; ask for fewer clients, or for a smaller data.partition.each."
+            )
+        rng = keys.numpy_generator(seed, "pachinko")
+        pairs = np.stack([dataset.coarse.labels.numpy()[pool], dataset.labels.numpy()[pool]])
+        (above, _), cell_of = np.unique(pairs, axis=1, return_inverse=True)
+        stock = [rng.permutation(pool[cell_of.ravel() == cell]) for cell in range(len(above))]
+        left, owner = np.array([len(cell) for cell in stock]), nobody(dataset)
+        for client in range(clients):
+            before = left.copy()
+            self._draw(each, left, above, rng)
+            for cell in np.flatnonzero(before > left):
+                owner[stock[cell][left[cell] : before[cell]]] = client
+        return numbered(dataset, owner, clients)
+
+    def _draw(self, wanted: int, left: Indices, above: Indices, rng: np.random.Generator) -> None:
+        """Take so many images, one after the other, from what is `left` of each class.
+
+        The shares change only when a class runs out, so until then draws are independent: all that are wanted are drawn
+        at once, and those after the first run-out are forgotten and drawn anew.
+        """
+        shares = self._shares(left, above, rng)
+        while wanted:
+            drawn = rng.choice(len(left), wanted, p=shares)
+            counts = np.bincount(drawn, minlength=len(left))
+            out = np.flatnonzero((counts >= left) & (left > 0))
+            if len(out):
+                ends = [np.flatnonzero(drawn == cell)[left[cell] - 1] for cell in out]
+                drawn = drawn[: min(ends) + 1]
+                counts = np.bincount(drawn, minlength=len(left))
+            left -= counts
+            wanted -= len(drawn)
+            if wanted and len(out):
+                shares = self._without(int(drawn[-1]), shares, left, above, rng)
+
+    def _shares(self, left: Indices, above: Indices, rng: np.random.Generator) -> NDArray[np.float64]:
+        """A client's shares of all classes that are left."""
+        shares = np.zeros(len(left))
+        free = np.unique(above[left > 0])
+        for superclass, share in zip(free, rng.dirichlet(np.full(len(free), self.alpha)), strict=True):
+            inside = np.flatnonzero((above == superclass) & (left > 0))
+            shares[inside] = share * rng.dirichlet(np.full(len(inside), self.beta))
+        return _normal(shares)
+
+    def _without(
+        self, cell: int, shares: NDArray[np.float64], left: Indices, above: Indices, rng: np.random.Generator
+    ) -> NDArray[np.float64]:
+        """The shares when a class has run out: its superclass keeps its own while it has others."""
+        inside = above == above[cell]
+        whole_superclass = shares[inside].sum()
+        shares[cell] = 0
+        rest = shares[inside].sum()
+        if rest > 0:
+            shares[inside] *= whole_superclass / rest
+        if shares.sum() > 0:
+            return _normal(shares)
+        return self._shares(left, above, rng)  # what is left had shares too small for a number: they are drawn anew

@@ -1,0 +1,555 @@
+"""Downloads from a real local server that cuts off, changes its mind or lies, and archives that mean harm."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import hashlib
+import io
+import json
+import lzma
+import random
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fedprism.data import download
+from fedprism.data.download import Checksums, byte_bar, digest, fetch, half_unpacked, unpack
+from fedprism.errors import DataError
+
+DATA = bytes(range(256)) * 2000
+NOISE = random.Random(0).randbytes(9000)  # cannot be compressed
+
+
+@dataclass
+class Page:
+    """How the server answers for one path."""
+
+    data: bytes = b""
+    cuts: list[int] = field(default_factory=list)  # send so many bytes of each of the first answers, then hang up
+    ranges: bool = True
+    tag: str | None = '"one"'
+    says_length: bool = True
+    status: int = 200
+    kind: str = "application/octet-stream"
+    to: str = ""  # redirect
+    busy: int = 0  # answer the first requests with 503
+    hold: threading.Event | None = None  # the first time, wait for it after half of the file
+
+
+@dataclass
+class Server:
+    """A web server on this machine; `seen` are the requests with their headers."""
+
+    address: str
+    pages: dict[str, Page] = field(default_factory=dict)
+    seen: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+
+    def put(self, path: str, data: bytes = DATA, **how: object) -> str:
+        self.pages[path] = Page(data, **how)  # type: ignore[arg-type]
+        return self.address + path
+
+    def ranges(self) -> list[str | None]:
+        return [headers.get("Range") for _, headers in self.seen]
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    made = Server("")
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *args: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            made.seen.append((self.path, dict(self.headers)))
+            page = made.pages.get(self.path, Page(status=404))
+            if page.busy:
+                page.busy -= 1
+                page = Page(status=503)
+            start, status = 0, page.status
+            wanted = self.headers.get("Range")
+            same = self.headers.get("If-Range", page.tag) == page.tag
+            if wanted and page.ranges and same:
+                start, status = int(wanted.removeprefix("bytes=").removesuffix("-")), 206
+                if start >= len(page.data):
+                    status = 416
+            self.send_response(302 if page.to else status)
+            if page.to:
+                self.send_header("Location", page.to)
+            if status == 206:
+                self.send_header("Content-Range", f"bytes {start}-{len(page.data) - 1}/{len(page.data)}")
+            if status == 416:
+                self.send_header("Content-Range", f"bytes */{len(page.data)}")
+            if page.tag:
+                self.send_header("ETag", page.tag)
+            body = page.data[start:] if status in (200, 206) and not page.to else b""
+            self.send_header("Content-Type", page.kind)
+            if page.says_length:
+                self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if page.hold:
+                hold, page.hold = page.hold, None
+                self.wfile.write(body[: len(body) // 2])
+                hold.wait(30)
+            elif page.cuts and body:
+                self.wfile.write(body[: page.cuts.pop(0)])
+            else:
+                self.wfile.write(body)
+
+    web = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    web.daemon_threads = True
+    made.address = f"http://127.0.0.1:{web.server_port}"
+    thread = threading.Thread(target=web.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    yield made
+    web.shutdown()
+    web.server_close()
+
+
+def md5(data: bytes) -> str:
+    return "md5:" + hashlib.md5(data).hexdigest()
+
+
+def sha256(data: bytes) -> str:
+    return "sha256:" + hashlib.sha256(data).hexdigest()
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+# --- fetching ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_arrives_whole_and_alone(server: Server, tmp_path: Path) -> None:
+    address = server.put("/a.bin")
+    assert fetch([address], tmp_path / "deep" / "a.bin", checksum=sha256(DATA), size=len(DATA)) == address
+    assert (tmp_path / "deep" / "a.bin").read_bytes() == DATA
+    assert names(tmp_path / "deep") == {"a.bin"}
+
+
+def test_cut_off_and_resumed(server: Server, tmp_path: Path) -> None:
+    address = server.put("/a.bin", cuts=[1000, 5000])
+    told: list[tuple[int, int | None]] = []
+    report = lambda done, total: told.append((done, total))  # noqa: E731
+    fetch([address], tmp_path / "a.bin", checksum=md5(DATA), report=report, pause=0)
+    assert (tmp_path / "a.bin").read_bytes() == DATA
+    assert server.ranges() == [None, "bytes=1000-", "bytes=6000-"]
+    assert server.seen[1][1]["If-Range"] == '"one"'
+    assert told[-1] == (len(DATA), len(DATA))
+
+
+def test_resumed_by_a_later_process_after_a_kill(server: Server, tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    hold = threading.Event()
+    address = server.put("/a.bin", hold=hold)
+    code = "import sys; from pathlib import Path; from fedprism.data.download import fetch; "
+    code += "fetch([sys.argv[1]], Path(sys.argv[2]))"
+    child = subprocess.Popen([sys.executable, "-c", code, address, str(path)])
+    part = tmp_path / "a.bin.part"
+    deadline = time.monotonic() + 60
+    while not (part.exists() and part.stat().st_size) and time.monotonic() < deadline and child.poll() is None:
+        time.sleep(0.01)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    hold.set()
+    there = part.stat().st_size
+    assert 0 < there < len(DATA)
+    assert not path.exists()
+    fetch([address], path)
+    assert path.read_bytes() == DATA
+    assert server.ranges() == [None, f"bytes={there}-"]
+
+
+def test_a_server_that_stalls_is_left_and_asked_for_the_rest(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "TIMEOUT", 0.5)
+    hold = threading.Event()
+    fetch([server.put("/a.bin", hold=hold)], tmp_path / "a.bin", pause=0)
+    hold.set()
+    assert server.ranges() == [None, f"bytes={len(DATA) // 2}-"]
+    assert (tmp_path / "a.bin").read_bytes() == DATA
+
+
+def test_a_server_without_ranges_starts_over(server: Server, tmp_path: Path) -> None:
+    address = server.put("/a.bin", cuts=[1000], ranges=False)
+    fetch([address], tmp_path / "a.bin", pause=0)
+    assert server.ranges() == [None, "bytes=1000-"]
+    assert (tmp_path / "a.bin").read_bytes() == DATA
+
+
+def test_a_file_that_changes_between_tries_is_not_mixed(server: Server, tmp_path: Path) -> None:
+    address = server.put("/a.bin", cuts=[1000])
+    with pytest.raises(DataError):
+        fetch([address], tmp_path / "a.bin", tries=0)
+    assert (tmp_path / "a.bin.part").stat().st_size == 1000
+    other = DATA[::-1]
+    server.put("/a.bin", other, tag='"two"')
+    fetch([address], tmp_path / "a.bin", pause=0)
+    assert (tmp_path / "a.bin").read_bytes() == other
+
+
+def test_a_server_that_resumes_another_file_starts_over(server: Server, tmp_path: Path) -> None:
+    address = server.put("/a.bin", cuts=[1000], tag=None)  # nothing to compare but the size
+    with pytest.raises(DataError):
+        fetch([address], tmp_path / "a.bin", checksum=md5(DATA + b"more"), tries=0)
+    server.put("/a.bin", DATA + b"more", tag=None)
+    fetch([address], tmp_path / "a.bin", checksum=md5(DATA + b"more"), pause=0)
+    assert server.ranges() == [None, "bytes=1000-", None]
+    assert (tmp_path / "a.bin").read_bytes() == DATA + b"more"
+
+
+def test_without_tag_and_checksum_nothing_is_resumed(server: Server, tmp_path: Path) -> None:
+    address = server.put("/a.bin", cuts=[1000], tag=None)
+    fetch([address], tmp_path / "a.bin", pause=0)
+    assert server.ranges() == [None, None]
+    assert (tmp_path / "a.bin").read_bytes() == DATA
+
+
+def test_a_whole_part_needs_no_request(server: Server, tmp_path: Path) -> None:
+    address = server.put("/a.bin")
+    (tmp_path / "a.bin.part").write_bytes(DATA)
+    note = {"address": address, "etag": '"one"', "modified": None, "total": len(DATA)}
+    (tmp_path / "a.bin.part.json").write_text(json.dumps(note))
+    fetch([address], tmp_path / "a.bin", checksum=md5(DATA))
+    assert not server.seen
+    assert names(tmp_path) == {"a.bin"}
+
+
+@pytest.mark.parametrize("extra", [b"", b"too much"])
+def test_nothing_left_to_send(server: Server, tmp_path: Path, extra: bytes) -> None:
+    """416: the part is whole, or belongs to something else."""
+    address = server.put("/a.bin")
+    (tmp_path / "a.bin.part").write_bytes(DATA + extra)
+    note = {"address": address, "etag": '"one"', "modified": None, "total": None}
+    (tmp_path / "a.bin.part.json").write_text(json.dumps(note))
+    fetch([address], tmp_path / "a.bin", checksum=md5(DATA), pause=0)
+    assert server.ranges() == [f"bytes={len(DATA + extra)}-"] + ([None] if extra else [])
+    assert (tmp_path / "a.bin").read_bytes() == DATA
+
+
+def test_a_wrong_checksum_is_refused_and_the_good_file_stays(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"good")
+    address = server.put("/a.bin")
+    with pytest.raises(DataError, match=rf"checksum {md5(DATA)}; expected {md5(b'good')} \(published by X\)"):
+        fetch([address], tmp_path / "a.bin", checksum=md5(b"good"), origin="published by X")
+    assert (tmp_path / "a.bin").read_bytes() == b"good"
+    assert names(tmp_path) == {"a.bin"}
+    fetch([address], tmp_path / "a.bin", checksum=sha256(DATA))
+    assert server.ranges() == [None, None]  # it starts anew
+    assert (tmp_path / "a.bin").read_bytes() == DATA
+
+
+def test_more_than_expected_is_not_stored(server: Server, tmp_path: Path) -> None:
+    address = server.put("/a.bin", says_length=False)
+    with pytest.raises(DataError, match="more than the expected 1000 bytes"):
+        fetch([address], tmp_path / "a.bin", size=1000)
+    server.put("/a.bin")
+    with pytest.raises(DataError, match=f"the file has {len(DATA)} bytes there; expected 1000"):
+        fetch([address], tmp_path / "a.bin", size=1000)
+    server.put("/a.bin", says_length=False)
+    with pytest.raises(DataError, match=f"{len(DATA)} bytes arrived; expected {len(DATA) + 1}"):
+        fetch([address], tmp_path / "a.bin", size=len(DATA) + 1)
+    assert names(tmp_path) == set()
+
+
+def test_no_such_file_is_not_tried_again_but_the_mirror_is(server: Server, tmp_path: Path) -> None:
+    mirror = server.put("/mirror.bin")
+    gone = server.address + "/gone.bin"
+    with pytest.raises(DataError, match="404") as error:
+        fetch([gone], tmp_path / "a.bin")
+    assert str(tmp_path / "a.bin") in str(error.value)
+    assert len(server.seen) == 1
+    assert fetch([gone, mirror], tmp_path / "a.bin") == mirror
+
+
+def test_a_busy_server_is_asked_again(server: Server, tmp_path: Path) -> None:
+    fetch([server.put("/a.bin", busy=3)], tmp_path / "a.bin", pause=0)
+    assert len(server.seen) == 4
+    with pytest.raises(DataError, match=r"503 .*\(2 attempts\)"):
+        fetch([server.put("/a.bin", busy=9)], tmp_path / "b.bin", pause=0, tries=2)
+
+
+def test_nobody_listens(server: Server, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no connection"):
+        fetch(["http://127.0.0.1:9/a.bin"], tmp_path / "a.bin", tries=2, pause=0)
+
+
+def test_redirects_are_followed_and_resumed(server: Server, tmp_path: Path) -> None:
+    server.put("/real.bin", cuts=[1000])
+    fetch([server.put("/a.bin", to="/real.bin")], tmp_path / "a.bin", pause=0)
+    assert [path for path, _ in server.seen] == ["/a.bin", "/real.bin"] * 2
+    assert server.ranges()[3] == "bytes=1000-"
+    assert (tmp_path / "a.bin").read_bytes() == DATA
+
+
+@pytest.mark.parametrize("to", ["file:///etc/hostname", "ftp://127.0.0.1/a.bin"])
+def test_redirects_to_elsewhere_are_refused(server: Server, tmp_path: Path, to: str) -> None:
+    with pytest.raises(DataError, match=r"not allowed|not safe"):
+        fetch([server.put("/a.bin", to=to)], tmp_path / "a.bin", pause=0)
+
+
+@pytest.mark.parametrize(
+    "address", ["file:///etc/hostname", "ftp://a/b", "a.bin", "http://", "http://a/b c", "http://["]
+)
+def test_only_web_addresses(tmp_path: Path, address: str) -> None:
+    with pytest.raises(DataError, match="not an http or https address"):
+        fetch([address], tmp_path / "a.bin")
+
+
+def test_a_web_page_is_not_the_file(server: Server, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="web page"):
+        fetch([server.put("/a.zip", b"<html>log in</html>", kind="text/html")], tmp_path / "a.zip")
+    assert names(tmp_path) == set()
+
+
+def test_a_misspelt_checksum(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="'md5:xyz' is not"):
+        fetch(["http://127.0.0.1/a"], tmp_path / "a", checksum="md5:xyz")
+
+
+def test_an_unusable_folder(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(DataError, match=r"FEDPRISM_DATA"):
+        fetch([server.put("/a.bin")], tmp_path / "file" / "a.bin")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
+def test_a_full_disk(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "a.bin.part").symlink_to("/dev/full")
+    with pytest.raises(DataError, match="No space left on device"):
+        fetch([server.put("/a.bin")], tmp_path / "a.bin")
+    assert not (tmp_path / "a.bin").exists()
+
+
+def test_too_little_room_is_said_before(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="are free"):
+        download._room(tmp_path, 1 << 60, "a.bin")
+
+
+def test_a_bar_on_terminals_only() -> None:
+    quiet, loud = io.StringIO(), io.StringIO()
+    for file, terminal in ((quiet, False), (loud, True)):
+        with byte_bar("a.bin", Console(file=file, force_terminal=terminal, width=120)) as report:
+            report(500, 1000)
+            report(800, 1000)
+    assert quiet.getvalue() == ""
+    assert "a.bin" in loud.getvalue()
+    assert "0.8/1.0 kB" in loud.getvalue()
+
+
+# --- checksums.json ---------------------------------------------------------------------------------------------------
+
+
+def test_checksums_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(DATA)
+    assert digest(tmp_path / "a") == sha256(DATA)
+    seen = Checksums(tmp_path)
+    seen.record("pacs/a", sha256(DATA), len(DATA), "http://x/a", verified=False)
+    assert Checksums(tmp_path).of("pacs/a") == sha256(DATA)
+    assert Checksums(tmp_path).files["pacs/a"]["status"] == "unverified"
+    assert Checksums(tmp_path).of("pacs/b") is None
+    assert names(tmp_path) == {"a", "checksums.json"}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"files": 1}', '{"files": {"a": {"checksum": "x"}}}', '{"files": {"a": {}}}']
+)
+def test_damaged_checksums_are_said(tmp_path: Path, text: str) -> None:
+    (tmp_path / "checksums.json").write_text(text)
+    with pytest.raises(DataError, match=r"checksums\.json cannot be read"):
+        Checksums(tmp_path)
+
+
+# --- unpacking --------------------------------------------------------------------------------------------------------
+
+FILES = {"top/a.txt": b"first", "top/deep/b.txt": b"second" * 100, "c.txt": b""}
+
+
+def tar_of(files: dict[str, bytes], *more: tarfile.TarInfo) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        for name, data in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+        for info in more:
+            tar.addfile(info, io.BytesIO(bytes(info.size)))
+    return out.getvalue()
+
+
+def zip_of(files: dict[str, bytes], modes: dict[str, int] | None = None) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, data in files.items():
+            info = zipfile.ZipInfo(name)
+            info.external_attr = (modes or {}).get(name, 0o100644) << 16
+            info.compress_type = zipfile.ZIP_DEFLATED
+            file.writestr(info, data)
+    return out.getvalue()
+
+
+def entry(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", size: int = 0) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname, info.size = kind, link, size
+    return info
+
+
+def flipped(data: bytes, place: int) -> bytes:
+    return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """What a reader sees."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and not path.name.startswith(".")
+    }
+
+
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    "a.tar": bytes,
+    "a.tar.gz": gzip.compress,
+    "a.tar.bz2": bz2.compress,
+    "a.tar.xz": lzma.compress,
+}
+
+
+@pytest.mark.parametrize("name", [*PACKERS, "a.zip"])
+def test_archives_are_unpacked_once(tmp_path: Path, name: str) -> None:
+    archive, folder = tmp_path / name, tmp_path / "out"
+    archive.write_bytes(zip_of(FILES) if name == "a.zip" else PACKERS[name](tar_of(FILES)))
+    assert unpack(archive, folder)
+    assert tree(folder) == FILES
+    (folder / "top" / "a.txt").write_bytes(b"mine")
+    assert not unpack(archive, folder)
+    assert (folder / "top" / "a.txt").read_bytes() == b"mine"
+
+
+def test_what_was_deleted_is_unpacked_again(tmp_path: Path) -> None:
+    (tmp_path / "a.zip").write_bytes(zip_of(FILES))
+    unpack(tmp_path / "a.zip", tmp_path / "out")
+    (tmp_path / "out" / "c.txt").unlink()
+    assert unpack(tmp_path / "a.zip", tmp_path / "out")
+    assert tree(tmp_path / "out") == FILES
+
+
+@pytest.mark.parametrize("kind", ["tar", "zip"])
+def test_only_what_is_wanted(tmp_path: Path, kind: str) -> None:
+    files = {**FILES, "top/.hidden": b"x", "__MACOSX/top/._a.txt": b"x"}
+    (tmp_path / "a").write_bytes(tar_of(files) if kind == "tar" else zip_of(files))
+    unpack(tmp_path / "a", tmp_path / "out")
+    assert tree(tmp_path / "out") == FILES
+    unpack(tmp_path / "a", tmp_path / "some", keep=["*/deep/*"])
+    assert tree(tmp_path / "some") == {"top/deep/b.txt": FILES["top/deep/b.txt"]}
+
+
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "tar-dots": (tar_of({"ok": b"", "../x": b"x"}), "leaves the folder"),
+    "tar-hidden-dots": (tar_of({"a/../../x": b"x"}), "leaves the folder"),
+    "tar-absolute": (tar_of({"/tmp/x": b"x"}), "is absolute"),
+    "tar-drive": (tar_of({"C:/x": b"x"}), "is absolute"),
+    "tar-backslash": (tar_of({"..\\x": b"x"}), "backslash"),
+    "tar-symlink": (tar_of({}, entry("l", tarfile.SYMTYPE, "/etc"), entry("l/x")), "link to '/etc'"),
+    "tar-symlink-up": (tar_of({}, entry("l", tarfile.SYMTYPE, "../..")), "link to"),
+    "tar-hardlink": (tar_of({}, entry("l", tarfile.LNKTYPE, "../../x")), "link to"),
+    "tar-device": (tar_of({}, entry("null", tarfile.CHRTYPE)), "device or pipe"),
+    "tar-pipe": (tar_of({}, entry("pipe", tarfile.FIFOTYPE)), "device or pipe"),
+    "tar-case": (tar_of({"top/a": b"", "Top/b": b""}), "differs only by case from 'top'"),
+    "tar-twice": (tar_of({"a": b"1"}, entry("a")), "is there twice"),
+    "tar-file-and-folder": (tar_of({"a": b"1", "a/b": b""}), "is a file and a folder"),
+    "tar-bomb": (gzip.compress(tar_of({}, entry("big", size=3_000_000))), "more than 1000000 bytes"),
+    "tar-many": (tar_of({f"f{i}": b"" for i in range(30)}), "more than 20 files"),
+    "tar-header": (entry("x", tarfile.XHDTYPE, size=80 << 20).tobuf() + bytes(2048), "damaged: a header of"),
+    "zip-dots": (zip_of({"ok": b"", "../x": b"x"}), "leaves the folder"),
+    "zip-absolute": (zip_of({"/tmp/x": b"x"}), "is absolute"),
+    "zip-backslash": (zip_of({"..\\x": b"x"}), "backslash"),
+    "zip-symlink": (zip_of({"l": b"/etc"}, {"l": 0o120777}), "is a link"),
+    "zip-device": (zip_of({"d": b""}, {"d": 0o020644}), "device or pipe"),
+    "zip-case": (zip_of({"A.txt": b"", "a.TXT": b""}), "differs only by case"),
+    "zip-bomb": (zip_of({"big": bytes(3_000_000)}), "more than 1000000 bytes"),
+    "zip-many": (zip_of({f"f{i}": b"" for i in range(30)}), "more than 20 files"),
+    "page": (b"<!DOCTYPE html><html></html>", "web page"),
+    "empty": (b"", "neither a tar nor a zip"),
+    "gz-cut": (gzip.compress(tar_of({"a": NOISE}))[:5000], "damaged"),
+    "bz2-broken": (b"BZh9" + bytes(100), "damaged"),
+    "zip-cut": (zip_of({"a": NOISE})[:5000], "damaged"),
+    "zip-changed": (flipped(zip_of({"a": NOISE}), 4000), "damaged"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_and_damaged_archives_leave_nothing(tmp_path: Path, case: str) -> None:
+    data, why = HOSTILE[case]
+    home = tmp_path / "a" / "b" / "c"
+    home.mkdir(parents=True)
+    (tmp_path / "archive").write_bytes(data)
+    with pytest.raises(DataError, match=why):
+        unpack(tmp_path / "archive", home, most_bytes=1_000_000, most_files=20)
+    assert tree(tmp_path) == {"archive": data}
+    assert names(home) == set()
+
+
+def test_interrupted_unpacking_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(tar_of(FILES))
+    calls = []
+
+    def report(done: int, total: int | None) -> None:
+        calls.append(done)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        unpack(tmp_path / "a.tar", tmp_path / "out", report=report)
+    assert names(tmp_path / "out") == set()
+    killed = tmp_path / "out" / ".unpacking-a.tar"  # what a killed process leaves
+    killed.mkdir()
+    (killed / "junk").write_text("half")
+    unpack(tmp_path / "a.tar", tmp_path / "out")
+    assert tree(tmp_path / "out") == FILES
+    assert not killed.exists()
+
+
+def test_a_kill_while_moving_is_repaired(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(tar_of(FILES))
+    out = tmp_path / "out"
+    unpack(tmp_path / "a.tar", out)
+    assert not half_unpacked(tmp_path / "a.tar", out)
+    marker = out / ".a.tar.unpacked.json"
+    marker.write_text(marker.read_text().replace("true", "false"))
+    (out / "c.txt").unlink()
+    assert half_unpacked(tmp_path / "a.tar", out)
+    assert unpack(tmp_path / "a.tar", out)
+    assert tree(out) == FILES
+    assert names(out) == {"top", "c.txt", ".a.tar.unpacked.json"}
+
+
+def test_what_was_there_before_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(tar_of(FILES))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "c.txt").write_text("mine")
+    with pytest.raises(DataError, match="in the way"):
+        unpack(tmp_path / "a.tar", tmp_path / "out")
+    assert tree(tmp_path / "out") == {"c.txt": b"mine"}
+
+
+def test_unpacking_into_an_unusable_folder(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(tar_of(FILES))
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(DataError, match="could not be unpacked"):
+        unpack(tmp_path / "a.tar", tmp_path / "file" / "out")
