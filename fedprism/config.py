@@ -100,7 +100,7 @@ class DataConfig:
         None, "where published datasets lie, or relative paths of folder: start; null: $FEDPRISM_DATA, or here"
     )
     domains: tuple[str, ...] | None = setting(None, "which of the dataset's domains, in this order; null: all")
-    partition: Named = setting(Named("domain", {"clients": 5}), "how images are dealt; `fedprism list partitions`")
+    partition: Named = setting(Named("domain"), "how images are dealt; `fedprism list partitions`")
     split: SplitConfig = setting(SplitConfig(), "train / validation / test, fixed by the seed")
     samples: int | None = setting(None, "a fixed number of training images a client; null: all", positive, "1 or more")
     fraction: float = setting(

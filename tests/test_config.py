@@ -15,7 +15,7 @@ from fedprism.errors import ConfigError
 # The complete configuration as the project promises it: later work may add keys, never rename one.
 PROMISED = """
 seed: 0
-data: {name: digits-skew, root: null, partition: {name: domain, clients: 5}, split: {validation: 0.1, test: null},
+data: {name: digits-skew, root: null, partition: {name: domain}, split: {validation: 0.1, test: null},
   samples: null, public: 0, image_size: auto, normalize: half, augment: none}
 model: {name: lenet-bn, head_layers: 1}
 method: {name: fedprox, mu: 0.1}

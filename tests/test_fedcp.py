@@ -20,7 +20,7 @@ from fedprism.engines.client import Job, Result, client_receive, client_round, m
 from fedprism.engines.loop import Loop
 from fedprism.engines.passes import inputs
 from fedprism.errors import ConfigError
-from fedprism.federation import Federation
+from fedprism.federation import Federation, Split
 from fedprism.methods.base import Me, State, load, no_draw
 from fedprism.methods.fedcp import FedCP, mmd
 from fedprism.methods.fedper import FedPer
@@ -391,7 +391,7 @@ def test_the_mean_of_both_heads_is_uploaded(tiny: Federation) -> None:
 def test_the_server_weights_uploads_by_samples(tiny: Federation) -> None:
     clients = dict(tiny.clients)
     small = clients["tinted"].train
-    clients["tinted"] = replace(clients["tinted"], train=replace(small, x=small.x[:10], y=small.y[:10]))
+    clients["tinted"] = replace(clients["tinted"], train=Split(small.x[:10], small.y[:10]))
     sites = replace(tiny, clients=clients)
     loop, seen = train(FedCP(), sites, train={"rounds": 1})
     first = seen.snapshots[0].server

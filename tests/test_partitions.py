@@ -280,7 +280,7 @@ def test_settings_are_checked_where_they_are_read() -> None:
         ("superclass", {"clients": 50}, DataError, "has 24 images to train 25 clients on; ask for at most 48 clients"),
         ("both", {"clients": 3}, ConfigError, "clients is 3, but 'made' has 2 domains; .* a multiple of 2"),
         ("both", {"keep": 3}, ConfigError, "keep is 3, but there are 3 parts, counted from 0; ask for at most 2"),
-        ("both", {"least": 9}, DataError, "'domain0' has 24 images of class 'class0', .* never left 9 in each of 3"),
+        ("both", {"least": 9}, DataError, "'domain0' has 20 images of class 'class0', .* never left 9 in each of 3"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_reason(
@@ -319,8 +319,8 @@ def test_turns_and_blocks_deal_the_same_in_another_order() -> None:
 def test_the_default_number_of_clients_is_one_a_domain() -> None:
     for domains, clients in ((1, 5), (3, 3), (7, 7)):
         dataset = dataset_of(2, 10, domains=domains)
-        for given_number in (None, 5):
-            assert PARTITIONS["domain"](clients=given_number).settled(dataset).clients == clients
+        assert PARTITIONS["domain"]().settled(dataset).clients == clients
+        assert PARTITIONS["domain"](clients=5).settled(dataset).clients == 5  # what is asked for holds
     assert PARTITIONS["domain"](clients=4).settled(dataset_of(2, 10, domains=3)).clients == 4
     assert PARTITIONS["domain"](clients=5, of=6).settled(dataset_of(2, 10, domains=3)).clients == 5
 
@@ -655,13 +655,64 @@ def test_both_cuts_the_test_part_to_the_class_ratio(dataset: Dataset, parts: int
 
 
 def test_both_keeps_one_part_and_the_parts_make_the_whole() -> None:
-    dataset = dataset_of(5, 40, domains=2)
+    dataset = dataset_of(5, 40, domains=2, tested=0.25)
     parts = [dealt("both", dataset, keep=keep, parts=3, alpha=0.3) for keep in range(3)]
-    counts = np.array([table(dataset, part) for part in parts])
-    assert (counts.sum(axis=0) == 80).all()
+    trained = [[share._replace(indices=np.setdiff1d(share.indices, share.test)) for share in part] for part in parts]
+    counts = np.array([table(dataset, part) for part in trained])
+    assert dataset.is_test is not None
+    whole = [torch.bincount(dataset.labels[(dataset.domains == d) & ~dataset.is_test]).tolist() for d in range(2)]
+    assert counts.sum(axis=0).tolist() == whole
     assert counts.min() >= 2
     assert np.ptp(counts) > 40
     assert [share.client for share in parts[0]] == ["domain0", "domain1"]
+
+
+def test_both_without_a_test_part_sets_a_share_aside_first() -> None:
+    """20 of 100 images are for the test; of these as many stay as the ratio of what is kept for training allows."""
+    dataset = replace(dataset_of(2, 25), test_share=0.2)
+    assert len(dataset) == 100
+    share = dealt("both", dataset, clients=1, parts=2, alpha=1.0)[0]
+    assert share.test is not None
+    labels = dataset.labels.numpy()
+    kept = np.bincount(labels[np.setdiff1d(share.indices, share.test)], minlength=2)
+    tested = np.bincount(labels[share.test], minlength=2)
+    assert tested.max() <= 10
+    assert tested.tolist() == np.floor(kept * (10 / kept.max()) + 0.5).tolist()
+    assert len(share.test) > 0.2 * len(share.indices)  # more than a share of what is kept would be
+
+
+def test_both_divides_as_many_images_as_it_is_told() -> None:
+    dataset = dataset_of(3, 100, tested=0.2)
+    shares = [dealt("both", dataset, clients=1, parts=3, keep=keep, alpha=1.0, images=120)[0] for keep in range(3)]
+    trained = [np.setdiff1d(share.indices, share.test) for share in shares]
+    assert sum(map(len, trained)) == 120
+    assert len(np.unique(np.concatenate(trained))) == 120
+    with pytest.raises(DataError, match="images is 1000, but client 'domain0' has 480 training images"):
+        dealt("both", dataset, clients=1, images=1000)
+
+
+def test_superclass_with_all_test_images_of_its_subclasses() -> None:
+    dataset = dataset_of(3, 40, tested=0.25)
+    shares = dealt("superclass", dataset, clients=4, test="all")
+    assert dataset.is_test is not None
+    assert dataset.fine is not None
+    fine, is_test = dataset.fine.labels.numpy(), dataset.is_test.numpy()
+    for share in shares:
+        trained, tested = share.indices[~is_test[share.indices]], share.indices[is_test[share.indices]]
+        own = np.unique(fine[trained])
+        assert tested.tolist() == np.flatnonzero(is_test & np.isin(fine, own)).tolist()
+    every = np.concatenate([share.indices for share in shares])
+    assert len(np.unique(every)) == len(dataset) < len(every)
+
+
+def test_dirichlet_draws_until_enough_is_left_to_train_on() -> None:
+    """`least_train` is what a client must be dealt, here more than `least`."""
+    dataset = replace(dataset_of(4, 200), least_train=60)
+    for seed in range(5):
+        assert min(len(share.indices) for share in dealt("dirichlet", dataset, seed, clients=5, alpha=0.5)) >= 60
+    most = len(dataset) // 5
+    with pytest.raises(DataError, match=rf"fewer than {most} images; .* give less to data\.split"):
+        dealt("dirichlet", replace(dataset, least_train=most), clients=5, alpha=0.1)
 
 
 def test_both_with_several_clients_a_domain() -> None:

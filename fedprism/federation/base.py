@@ -133,7 +133,8 @@ class Federation:
             if len(client.train) < 2 or not len(client.test):
                 raise DataError(
                     f"client {name!r} has {len(client.train)} training and {len(client.test)} test images; "
-                    "expected at least 2 and 1. Give it more images, or change data.split or data.samples."
+                    "expected at least 2 and 1. Give it more images, or change data.split, data.fraction or "
+                    "data.samples."
                 )
         _check(self.public, self.shape, len(self.class_names), "public")
 

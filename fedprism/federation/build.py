@@ -58,7 +58,7 @@ def make_federation(config: DataConfig, seed: int) -> Federation:
     partition = partition.settled(dataset)
     public = _set_aside(dataset, config.public, seed)
     pool = np.setdiff1d(np.arange(len(dataset)), public)
-    shares = partition.deal(dataset, pool, seed)
+    shares = partition.deal(replace(dataset, least_train=_to_deal(dataset, config)), pool, seed)
     parts = {share.client: _divide(dataset, config, share, seed) for share in shares}
     _refuse_small(dataset, config, partition, pool, parts, seed)
     if config.split.rule == "smallest":
@@ -75,7 +75,7 @@ def make_federation(config: DataConfig, seed: int) -> Federation:
         classes = len(dataset.class_names)
         held = ClientData(share.client, share.domain, train, validation, test, classes)
         clients[share.client] = noisy(held, share.noise, seed) if share.noise else held
-    used = len(public) + sum(len(part) for held in parts.values() for part in held)
+    used = np.unique(np.concatenate([public, *(part for held in parts.values() for part in held)]))
     return Federation(
         name=dataset.name,
         clients=clients,
@@ -84,7 +84,7 @@ def make_federation(config: DataConfig, seed: int) -> Federation:
         seed=seed,
         data=replace(config, partition=Named(config.partition.name, plain(partition))),
         public=take(public),
-        left_out=len(dataset) - used,
+        left_out=len(dataset) - len(used),
     )
 
 
@@ -108,14 +108,26 @@ def _set_aside(dataset: Dataset, wanted: int, seed: int) -> Indices:
     return np.concatenate(taken)
 
 
+def _to_deal(dataset: Dataset, config: DataConfig) -> int:
+    """So many images (of the training part, where there is a test part) leave a client enough to train on."""
+    validation = config.split.validation if config.split.rule == "shares" else 0.0
+    test, n = 0.0 if dataset.is_test is not None else dataset.test_share, dataset.least_train
+    while n - count(validation, n) - count(test, n, dataset.round_up) < dataset.least_train:
+        n += 1
+    return n
+
+
 def _divide(dataset: Dataset, config: DataConfig, share: Share, seed: int) -> Parts:
     """A client's three parts; with rule `smallest` all that is not for the test is for training so far."""
+    own_test = None if dataset.is_test is None else dataset.is_test.numpy()[share.indices]
+    if share.test is not None:
+        own_test = np.isin(share.indices, share.test)
     return split(
         share.indices,
         dataset.labels.numpy()[share.indices],
         validation=config.split.validation if config.split.rule == "shares" else 0.0,
         test=dataset.test_share,
-        own_test=None if dataset.is_test is None else dataset.is_test.numpy()[share.indices],
+        own_test=own_test,
         rng=keys.numpy_generator(seed, "split", share.client),
         round_up=dataset.round_up,
     )
@@ -134,7 +146,8 @@ def _refuse_small(
         f"images; expected at least {dataset.least_train} and 1."
     )
     if not isinstance(partition, Domain) or partition.of or partition.order != "turns":
-        raise DataError(f"{message} Ask for fewer clients, or change data.partition, data.split or data.public.")
+        fewer = "Ask for fewer clients, or change" if clients > 1 else "Change"
+        raise DataError(f"{message} {fewer} data.partition, data.split or data.public.")
 
     def fails(fewer: int) -> bool:
         shares = replace(partition, clients=fewer).deal(dataset, pool, seed)

@@ -3,12 +3,12 @@
 >>> from fedprism.federation import federation
 >>> federation("digits-skew", partition={"name": "both", "parts": 2, "alpha": 2.0})
 Federation 'digits-skew', seed 0: 5 clients, 10 classes, images 3x16x16
-  plain     train 67, validation 22, test 134
-  tinted    train 58, validation 19, test 115
-  textured  train 61, validation 20, test 122
-  blurred   train 48, validation 16, test 97
-  rotated   train 54, validation 18, test 108
-  left out: 838
+  plain     train 52, validation 6, test 135
+  tinted    train 89, validation 10, test 160
+  textured  train 80, validation 9, test 144
+  blurred   train 65, validation 7, test 128
+  rotated   train 73, validation 8, test 153
+  left out: 678
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fedprism.federation.partitions import (
     parts_of,
     whole,
 )
-from fedprism.federation.splits import Indices
+from fedprism.federation.splits import Indices, count, stratified
 
 
 @PARTITIONS.register("iid")
@@ -84,13 +84,16 @@ class Superclass(Partition):
     Clients come in groups of as many as a superclass has subclasses: in each group the subclasses of every superclass
     are shuffled and dealt one to a client, so that a subclass is held by one client a group. Its training images are
     divided among them by random distinct cut points, the same for all subclasses (uneven, as pFedVEM: the groups differ
-    in size), or equally. Its test images are divided equally. (pFedVEM tests every client on all test images of its
-    subclasses; here no image is two clients'.)
+    in size), or equally. Its test images are divided equally, so that no image is two clients'; with `test: all` every
+    client is tested on all test images of its subclasses, as in pFedVEM.
     """
 
     clients: int | None = setting(None, "how many; null: as many as a superclass has subclasses", positive, "1 or more")
     balance: Literal["uneven", "equal"] = setting(
         "uneven", "training images of a subclass at its clients; uneven: random sizes, as pFedVEM"
+    )
+    test: Literal["dealt", "all"] = setting(
+        "dealt", "test images of a subclass at its clients; all: each has all of them, as pFedVEM"
     )
 
     def usual(self, dataset: Dataset) -> int:
@@ -112,10 +115,11 @@ class Superclass(Partition):
         groups = clients // each
         sizes = np.bincount(fine[parts[0]], minlength=subclasses.max() + 1)[subclasses]
         if sizes.min() < groups:
+            most = f"ask for at most {sizes.min() * each} clients" if sizes.min() else "every subclass needs some"
             raise DataError(
-                f"a subclass of {dataset.name!r} has {sizes.min()} images to train {groups} clients on; "
-                f"ask for at most {sizes.min() * each} clients."
+                f"a subclass of {dataset.name!r} has {sizes.min()} images to train {groups} clients on; {most}."
             )
+        held: dict[int, list[Indices]] = {client: [] for client in range(clients)}
         uneven = _cut(int(sizes.min()), groups, rng)
         # place[g, s, k]: which client of group g holds subclass k of superclass s
         place = rng.permuted(np.broadcast_to(np.arange(each), (groups, *subclasses.shape)), axis=2)
@@ -123,12 +127,20 @@ class Superclass(Partition):
             held_by = np.arange(groups) * each + place[:, superclass, k]
             for number, part in enumerate(parts):
                 own = rng.permutation(part[fine[part] == subclass])
+                if number and self.test == "all":
+                    for client in held_by:
+                        held[client].append(own)
+                    continue
                 if number or self.balance == "equal":
                     counts = rng.permutation(whole(np.full(groups, 1 / groups), len(own)))
                 else:
                     counts = at_least_one(whole(uneven, len(own)))
                 owner[own] = np.repeat(held_by, counts)
-        return numbered(dataset, owner, clients)
+        dealt = numbered(dataset, owner, clients)
+        return [
+            share._replace(indices=np.sort(np.concatenate([share.indices, *held[client]])))
+            for client, share in enumerate(dealt)
+        ]
 
 
 def _cut(n: int, pieces: int, rng: np.random.Generator) -> NDArray[np.float64]:
@@ -165,8 +177,9 @@ class Both(Partition):
     """Every client has one domain, and of that only some of each class (Fed-CO2's both skews).
 
     Each client's share of its domain is divided, class by class, into `parts` in shares from a Dirichlet distribution,
-    drawn anew until every part has `least` images of the class, and the client keeps one part. A test part of the
-    dataset's own is cut to the class ratio of the images that are kept, as large as it can be. The rest is left out.
+    drawn anew until every part has `least` images of the class, and the client keeps one part. The test images, the
+    dataset's own or a share that is set aside first, are cut to the class ratio of the images that are kept, as many as
+    can be. The rest is left out.
     """
 
     everything: ClassVar[bool] = False
@@ -180,6 +193,12 @@ class Both(Partition):
     )
     keep: int = setting(0, "which of them, counted from 0", lambda v: v >= 0, "0 or more")
     least: int = setting(2, "images of every class in every part", lambda v: v >= 0, "0 or more")
+    images: int | None = setting(
+        None,
+        "how many training images of a client are divided, drawn at random; null: all; Fed-CO2's code: 2231 of digits",
+        positive,
+        "1 or more",
+    )
 
     def check(self, dataset: Dataset, clients: int) -> None:
         domains = len(dataset.domain_names)
@@ -201,28 +220,46 @@ class Both(Partition):
 
     def _kept(self, dataset: Dataset, share: Share, seed: int) -> Share:
         rng = keys.numpy_generator(seed, "both", share.client)
-        train, *test = parts_of(dataset, share.indices)
-        counts = self._counts(dataset, class_sizes(dataset, train), share, rng)
-        taken = [_take(dataset, train, counts, rng)]
-        for part in test:
-            taken.append(_take(dataset, part, _in_ratio(dataset, counts, class_sizes(dataset, part), share), rng))
-        return share._replace(indices=np.sort(np.concatenate(taken)))
+        train, test = self._apart(dataset, share, rng)
+        if self.images is not None:
+            if len(train) < self.images:
+                raise DataError(
+                    f"data.partition.images is {self.images}, but client {share.client!r} has {len(train)} training "
+                    "images to divide; ask for at most that many."
+                )
+            train = np.sort(rng.permutation(train)[: self.images])
+        table = self._counts(dataset, class_sizes(dataset, train), share, rng)
+        counts = table[:, self.keep]
+        kept = _take(dataset, train, counts, rng, table[:, : self.keep].sum(axis=1))
+        tested = _take(dataset, test, _in_ratio(dataset, counts, class_sizes(dataset, test), share), rng)
+        return share._replace(indices=np.sort(np.concatenate([kept, tested])), test=tested)
+
+    @staticmethod
+    def _apart(dataset: Dataset, share: Share, rng: np.random.Generator) -> tuple[Indices, Indices]:
+        """The training and the test images of a domain."""
+        if dataset.is_test is not None:
+            train, test = parts_of(dataset, share.indices)
+            return train, test
+        order = stratified(share.indices, dataset.labels.numpy()[share.indices], rng)
+        cut = count(dataset.test_share, len(order), dataset.round_up)
+        return np.sort(order[cut:]), np.sort(order[:cut])
 
     def _counts(self, dataset: Dataset, sizes: Indices, share: Share, rng: np.random.Generator) -> Indices:
-        """How many images of each class are in the part that is kept."""
-        kept = np.zeros(len(sizes), dtype=np.int64)
+        """[classes, parts]: how many images."""
+        table = np.zeros((len(sizes), self.parts), dtype=np.int64)
         for label, size in enumerate(sizes):
             counts = whole(rng.dirichlet(np.full(self.parts, self.alpha), TRIES), np.full(TRIES, size))
             good = np.flatnonzero(counts.min(axis=1) >= self.least)
             if not len(good):
-                name = dataset.class_names[label]
+                name, enough = dataset.class_names[label], size >= self.least * self.parts
+                alpha = "raise data.partition.alpha, or " if enough else "or "
                 raise DataError(
                     f"client {share.client!r} has {size} images of class {name!r}, of which {TRIES} draws with alpha "
                     f"{self.alpha:g} never left {self.least} in each of {self.parts} parts. Lower "
-                    "data.partition.least, raise data.partition.alpha, or ask for fewer clients or parts."
+                    f"data.partition.least, {alpha}ask for fewer clients or parts."
                 )
-            kept[label] = counts[good[0], self.keep]
-        return kept
+            table[label] = counts[good[0]]
+        return table
 
 
 def _in_ratio(dataset: Dataset, wanted: Indices, sizes: Indices, share: Share) -> Indices:
@@ -239,8 +276,11 @@ def _in_ratio(dataset: Dataset, wanted: Indices, sizes: Indices, share: Share) -
     return np.minimum(nearest, sizes)
 
 
-def _take(dataset: Dataset, part: Indices, counts: Indices, rng: np.random.Generator) -> NDArray[np.int64]:
-    """So many random images of each class."""
-    labels = dataset.labels.numpy()[part]
-    taken = [rng.permutation(part[labels == label])[:n] for label, n in enumerate(counts)]
+def _take(
+    dataset: Dataset, part: Indices, counts: Indices, rng: np.random.Generator, start: Indices | int = 0
+) -> Indices:
+    """So many images of each class, in a random order, from place `start` on."""
+    labels, starts = dataset.labels.numpy()[part], np.broadcast_to(start, counts.shape)
+    each = zip(starts, starts + counts, strict=True)
+    taken = [rng.permutation(part[labels == label])[first:last] for label, (first, last) in enumerate(each)]
     return np.concatenate([part[:0], *taken])

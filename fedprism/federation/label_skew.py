@@ -106,9 +106,10 @@ class Pathological(Partition):
         for label, held_by in enumerate(holders):
             members = [part[labels[part] == label] for part in parts]
             if len(members[0]) < len(held_by):
+                some = "ask for fewer clients, or for fewer data.partition.classes"
                 raise DataError(
                     f"class {dataset.class_names[label]!r} of {dataset.name!r} has {len(members[0])} images to train "
-                    f"{len(held_by)} clients on; ask for fewer clients, or for fewer data.partition.classes."
+                    f"{len(held_by)} clients on; {some if len(members[0]) else 'every class needs some'}."
                 )
             shares = self._divided(int(sizes[label]), len(held_by), classes, rng)
             for own in members:
@@ -163,8 +164,8 @@ class Dirichlet(Partition):
     The smaller `alpha`, the more the clients differ. Where a dataset has a test part of its own, it is divided in the
     same shares. The draw is repeated until every client has `least` images, of each part where there are two.
 
-    capped, as FedCP's authors do it: clients that hold their equal share of all images or more get nothing of the
-    next class, and the shares of the others are from a Dirichlet distribution among them.
+    capped, as the authors of FedCP and Fed-CO2 do it: clients that hold their equal share of all images or more get
+    nothing of the next class, and the shares of the others are from a Dirichlet distribution among them.
     """
 
     clients: int | None = setting(20, "how many", positive, "1 or more")
@@ -172,7 +173,7 @@ class Dirichlet(Partition):
     form: Literal["plain", "capped"] = setting("plain", "capped: nobody who holds an equal share already gets more")
     least: int | Literal["fedcp"] = setting(
         10,
-        "images that every client has, of each part; fedcp: 40, or half an equal share where that is less",
+        "images that every client has at least, of each part; fedcp: 40, or half an equal share where that is less",
         lambda v: v == "fedcp" or v > 0,
         "1 or more, or fedcp",
     )
@@ -180,21 +181,27 @@ class Dirichlet(Partition):
     def shares(self, dataset: Dataset, pool: Indices, clients: int, seed: int) -> list[Share]:
         rng = keys.numpy_generator(seed, "dirichlet")
         parts = parts_of(dataset, pool)
-        counts = self._counts(np.stack([class_sizes(dataset, part) for part in parts]), clients, rng)
+        sizes = np.stack([class_sizes(dataset, part) for part in parts])
+        counts = self._counts(sizes, clients, dataset.least_train, rng)
         labels, owner = dataset.labels.numpy(), nobody(dataset)
         for part, table in zip(parts, counts, strict=True):
             for label, row in enumerate(table):
                 owner[rng.permutation(part[labels[part] == label])] = np.repeat(np.arange(clients), row)
         return numbered(dataset, owner, clients)
 
-    def _counts(self, sizes: Indices, clients: int, rng: np.random.Generator) -> Indices:
-        """Images by part, class and client; `sizes` [parts, classes] is what there is."""
+    def _counts(self, sizes: Indices, clients: int, needed: int, rng: np.random.Generator) -> Indices:
+        """Images by part, class and client; `sizes` [parts, classes] is what there is.
+
+        Of training images (of all, where no test part is given) a client must have as many as are `needed` in any case.
+        """
         held = sizes.sum(axis=1)
-        least = np.array([self._least(int(n), clients) for n in held])
+        asked = np.array([self._least(int(n), clients) for n in held])
+        least = np.maximum(asked, [needed, *[1] * (len(held) - 1)])
+        lower = "lower data.partition.least" if (asked >= least).all() else "give less to data.split"
         if (clients * least > held).any():
             raise DataError(
                 f"{clients} clients cannot have {_images(least)} each: there are {_images(held)}. "
-                "Ask for fewer clients, or lower data.partition.least."
+                f"Ask for fewer clients, or {lower}."
             )
         draw, best = self._plain if self.form == "plain" else self._capped, np.zeros_like(least)
         for _ in range(TRIES):
@@ -205,8 +212,8 @@ class Dirichlet(Partition):
             best = np.maximum(best, fewest)
         raise DataError(
             f"in {TRIES} draws with alpha {self.alpha:g} there was always one of {clients} clients with fewer than "
-            f"{_images(least)}; the best that was seen is {_images(best)}. Lower data.partition.least, raise "
-            "data.partition.alpha, or ask for fewer clients."
+            f"{_images(least)}; the best that was seen is {_images(best)}. Raise data.partition.alpha, {lower}, or ask "
+            "for fewer clients."
         )
 
     def _least(self, n: int, clients: int) -> int:
@@ -319,7 +326,7 @@ class Pachinko(Partition):
         shares[cell] = 0
         rest = shares[inside].sum()
         if rest > 0:
-            shares[inside] *= whole_superclass / rest
+            shares[inside] = shares[inside] / rest * whole_superclass  # in this order nothing overflows
         if shares.sum() > 0:
             return _normal(shares)
         return self._shares(left, above, rng)  # what is left had shares too small for a number: they are drawn anew

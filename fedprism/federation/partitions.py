@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedprism import keys
-from fedprism.config import DataConfig, Named, plain, positive, setting, structure
+from fedprism.config import Named, plain, positive, setting, structure
 from fedprism.data import Dataset
 from fedprism.errors import ConfigError
 from fedprism.federation.splits import Indices
@@ -23,8 +23,7 @@ from fedprism.registry import Registry
 
 MIXED = "mixed"  # the domain of a client that has images of several
 
-# A configuration does not tell a default that was left alone from the same number written down.
-_DEFAULT = DataConfig().partition.settings["clients"]
+FEW = 5  # clients of a dataset with one domain, unless the configuration says how many
 
 
 class Share(NamedTuple):
@@ -33,6 +32,7 @@ class Share(NamedTuple):
     client: str
     domain: str
     indices: Indices
+    test: Indices | None = None  # which of them are its test part; None: the dataset's own, or a share
     noise: float = 0.0  # standard deviation of what is added to its pixels, on the scale from 0 to 255
 
 
@@ -64,6 +64,7 @@ class Partition:
     def deal(self, dataset: Dataset, pool: Indices, seed: int) -> list[Share]:
         """Who gets which images of `pool`; called on a settled partition.
 
+        `dataset.least_train` is here how many a client must be dealt so that enough are left when its parts are cut.
         Clients that are drawn from more (`of`) have exactly the images and names that they have among all of them.
         """
         clients = self.clients or self.usual(dataset)
@@ -102,22 +103,19 @@ def partition_of(named: Named) -> Partition:
 class Domain(Partition):
     """Every client has one domain; clients of the same domain get equal random shares of it.
 
-    The number of clients left at its default means one a domain, or 5 where a dataset has a single domain. Fewer
-    clients than domains: the first domains. More: they are called `plain-1`, `plain-2` and so on, and `order` says
+    Without a number of clients there is one a domain, or 5 where a dataset has a single domain. Fewer clients than
+    domains: the first domains. More: they are called `plain-1`, `plain-2` and so on, and `order` says
     whether client i has domain i modulo the number of domains (turns) or the clients of a domain stand together
     (blocks, as in FedSCE). Where domains are real sites (`folder:PATH`) all take part, and the number of clients must
     be a multiple of theirs.
     """
 
-    clients: int | None = setting(None, "how many; null: one a domain", positive, "1 or more")
+    clients: int | None = setting(
+        None, "how many; null: one a domain, or 5 where there is one domain", positive, "1 or more"
+    )
     order: Literal["turns", "blocks"] = setting(
         "turns", "of clients; turns: one of each domain after the other; blocks: all of a domain together"
     )
-
-    def settled(self, dataset: Dataset) -> Partition:
-        if self.clients == _DEFAULT and self.of is None:
-            return replace(self, clients=None).settled(dataset)
-        return super().settled(dataset)
 
     def check(self, dataset: Dataset, clients: int) -> None:
         domains = len(dataset.domain_names)
@@ -140,9 +138,9 @@ class Domain(Partition):
 
 
 def one_a_domain(dataset: Dataset) -> int:
-    """A client a domain; as many as a configuration has by default where one domain is all there is."""
+    """A client a domain; a few where one domain is all there is."""
     domains = len(dataset.domain_names)
-    return domains if dataset.sites or domains > 1 else _DEFAULT
+    return domains if dataset.sites or domains > 1 else FEW
 
 
 def by_domain(dataset: Dataset, pool: Indices, domain_of: Sequence[int], seed: int) -> list[Share]:

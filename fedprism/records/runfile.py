@@ -16,13 +16,14 @@ import numpy
 import torch
 
 from fedprism import config as configuration
-from fedprism.config import Config
+from fedprism.config import Config, Named
 from fedprism.engines.events import Plan
 from fedprism.errors import ConfigError, RecordError
 from fedprism.records import atomic
 
 FORMAT = 1
 NAME = "run.json"
+_FIVE = {"name": "domain", "clients": 5}
 
 
 def first(config: Config) -> dict[str, Any]:
@@ -137,7 +138,14 @@ def recorded_config(path: Path, info: Mapping[str, Any]) -> Config:
 
 
 def completed(config: Config, raw: Mapping[str, Any]) -> Config:
-    """Clients of different architectures had features of their own widths before there was a setting for it."""
+    """What a run from before a setting had its present meaning was begun with.
+
+    Clients of different architectures had features of their own widths before `model.features`; and the partition's
+    five clients, the default before `data.domains`, meant one a site.
+    """
+    old = raw.get("data", {})
+    if "domains" not in old and str(old.get("name")).startswith("folder:") and old.get("partition") == _FIVE:
+        config = replace(config, data=replace(config.data, partition=Named("domain")))
     if config.model.per_client is not None and "features" not in raw.get("model", {}):
         return replace(config, model=replace(config.model, features="own"))
     return config
