@@ -19,7 +19,7 @@ from fedprism import config as configuration
 from fedprism.config import Config, EvaluateConfig, Named
 from fedprism.data import Dataset, folder
 from fedprism.data.base import side
-from fedprism.data.images import changes, normalise
+from fedprism.data.images import changes, check_inputs, normalise
 from fedprism.data.pictures import DAMAGED, read_picture, reason
 from fedprism.engines.client import Job, client_receive, make_info, make_now
 from fedprism.engines.events import Callback, Snapshot
@@ -200,6 +200,7 @@ def _check_clients(directory: RunDirectory, federation: Federation) -> None:
 def _make_loop(config: Config, federation: Federation, given: Method | None = None) -> Loop:
     """The run in memory, before anything is written: what does not fit together is told here."""
     method, device = given or make(config.method), choose_device(config.run.device)
+    check_inputs(config.data, federation.shape)
     info = make_info(config, federation.names, federation.classes, federation.shape)
     kind = ENGINES["inprocess" if config.run.engine == "auto" else config.run.engine]
     return make_loop(method, config, info, federation, kind(method, config, info, federation, device), device)
@@ -482,8 +483,12 @@ def _as_inputs(given: Any, shape: tuple[int, ...]) -> Tensor:
     try:
         x = given if isinstance(given, Tensor) else torch.as_tensor(np.array(given))
     except (TypeError, ValueError) as error:
-        raise DataError(f"images cannot be made an array: {error}. For files use `predict_files`.") from error
-    if not len(x):
+        what = "images" if len(shape) == 3 else "tokens"
+        hint = (
+            "For files use `predict_files`" if len(shape) == 3 else "`fedprism.data.agnews.encode` makes them of texts"
+        )
+        raise DataError(f"{what} cannot be made an array: {error}. {hint}.") from error
+    if x.ndim and not len(x):
         return torch.empty(0, *shape, dtype=torch.uint8) if len(shape) == 3 else torch.empty(0, shape[0]).int()
     return _as_images(x, shape) if len(shape) == 3 else _as_tokens(x, *shape)
 

@@ -449,8 +449,8 @@ def override(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]
         for name in keys[:-1]:
             default = default.get(name, {}) if isinstance(default, Mapping) else {}
             inner = level.get(name, default)
-            if isinstance(inner, str):  # a name alone: its settings lie beside it
-                inner = {"name": inner}
+            if isinstance(inner, str):  # a name alone: its settings lie beside it, but a mean and a deviation have none
+                inner = {"name": inner} if name != "normalize" else {}
             if inner is not None and not isinstance(inner, Mapping):
                 raise ConfigError(f"--set {text!r}: {name} is {inner!r}, a single value without keys of its own.")
             # Where the file is silent the default's name holds: `method.mu=1` alone is of the default method.

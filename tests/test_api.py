@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from PIL import Image
 
 import fedprism as fp
 from fedprism import api
-from fedprism.config import Config, TrainConfig, read, structure
+from fedprism.config import Config, Normal, TrainConfig, read, structure
 from fedprism.data.images import normalise
 from fedprism.methods.base import Method, Pass
 from fedprism.records import Protocol, RunDirectory, outcome
@@ -375,3 +375,17 @@ def test_everything_public_is_there() -> None:
     assert all(hasattr(fp, name) for name in fp.__all__)
     assert callable(fp.federation)
     assert issubclass(fp.FedBN, Method)
+
+
+def test_what_does_not_fit_is_told_before_the_old_run_is_touched(three: fp.Federation, tmp_path: Path) -> None:
+    old = fp.train(three, rounds=1, out=tmp_path / "keep")
+    held = (old.path / "metrics.jsonl").read_bytes()
+    grey = replace(three, data=replace(three.data, normalize=Normal((0.5,), (0.5,))))
+    with pytest.raises(fp.ConfigError, match="has 1 channels, and these images have 3"):
+        fp.train(grey, rounds=1, out=old.path, overwrite=True)
+    assert (old.path / "metrics.jsonl").read_bytes() == held
+
+
+def test_one_number_is_no_image(run: fp.Run) -> None:
+    with pytest.raises(fp.DataError, match="expected"):
+        next(iter(run.models.values())).predict(np.uint8(3))

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from fedprism.cli import app
 from fedprism.data import DATASETS
-from fedprism.data.sources import NAMES, SOURCES, sources_of
+from fedprism.data.sources import NAMES, PACKED, SOURCES, sources_of
 from fedprism.report import datasets
 from fedprism.report.inspection import MOST_CLIENTS
 
@@ -79,7 +79,7 @@ def test_list_names_every_dataset() -> None:
 
 def test_every_dataset_has_its_size() -> None:
     assert set(datasets.SIZES) == set(DATASETS)
-    assert set(datasets.PACKED) <= {source.name for name in NAMES for source in sources_of(name)}
+    assert set(PACKED) <= {source.name for name in NAMES for source in sources_of(name)}
 
 
 def test_list_sees_what_is_there(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

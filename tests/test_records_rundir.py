@@ -18,7 +18,7 @@ from fedprism import config as configuration
 from fedprism.config import Config, EvaluateConfig, ModelConfig, Named, structure
 from fedprism.engines.events import Callback, RoundRecord, Score, Snapshot
 from fedprism.errors import ConfigError, RecordError
-from fedprism.records import RecordWarning, RunDirectory, read_run, run_status
+from fedprism.records import RecordWarning, RunDirectory, read_run, run_status, runfile
 from fedprism.records.runfile import machine
 from tests.test_records_toy import CLASSES, CLIENTS, checkpoints, results, toy_config, toy_plan, toy_rounds, toy_run
 
@@ -408,3 +408,17 @@ def test_the_machine_has_a_name() -> None:
     assert here["cpu"]
     assert here["gpu"] is None
     assert here["threads"] == 1
+
+
+def test_runs_from_before_auto_are_what_they_were() -> None:
+    """Earlier versions recorded 16 pixels and five clients where a configuration said nothing."""
+    path = Path("run")
+    for name in ("digits-skew", "folder:sites"):
+        raw = {"name": name, "partition": {"name": "domain", "clients": 5}, "image_size": 16}
+        recorded = runfile.completed(structure({"data": raw}, Config), {"data": raw})
+        runfile.check_config(path, recorded, structure({"data": {"name": name}}, Config), "the one given")
+    given = structure({"data": {"name": "digits-skew", "partition": {"name": "domain", "clients": 4}}}, Config)
+    with pytest.raises(RecordError, match="clients: 5 recorded, 4"):
+        runfile.check_config(path, structure({}, Config), given, "the one given")
+    with pytest.raises(RecordError, match="image_size: 16 recorded, 32"):
+        runfile.check_config(path, structure({}, Config), structure({"data": {"image_size": 32}}, Config), "this")

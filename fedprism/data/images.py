@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample, pad
 
 from fedprism import keys
-from fedprism.config import Named, Normal, plain, setting, structure
+from fedprism.config import DataConfig, Named, Normal, plain, setting, structure
 from fedprism.errors import ConfigError, unknown
 from fedprism.registry import Registry
 
@@ -22,6 +22,9 @@ NORMAL = {  # mean and standard deviation of red, green and blue, of pixels from
     "cifar10": Normal((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),  # Fed-CO2's
     "cifar100": Normal((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),  # Fed-CO2's
 }
+
+
+TEXTS = "data.augment changes images, and these are texts; set data.augment to none."
 
 
 def normalise(x: Tensor, how: str | Normal) -> Tensor:
@@ -38,16 +41,31 @@ def normalise(x: Tensor, how: str | Normal) -> Tensor:
         return floats / 127.5 - 1
     if how == "none":
         return floats / 255
+    normal = _normal(how, x.shape[1])
+    mean, std = (_channels(values, floats) for values in (normal.mean, normal.std))
+    return (floats / 255 - mean) / std
+
+
+def _normal(how: str | Normal, channels: int) -> Normal:
+    """Mean and deviation for images of so many channels."""
     normal = how if isinstance(how, Normal) else NORMAL.get(how)
     if normal is None:
         raise ConfigError(unknown("value of data.normalize", str(how), ("half", "none", *NORMAL)))
-    if len(normal.mean) != x.shape[1]:
+    if len(normal.mean) != channels:
         raise ConfigError(
-            f"data.normalize has {len(normal.mean)} channels, and these images have {x.shape[1]}; take half or none, "
-            f"or write {{mean: [...], std: [...]}} with {x.shape[1]} numbers each."
+            f"data.normalize has {len(normal.mean)} channels, and these images have {channels}; take half or none, "
+            f"or write {{mean: [...], std: [...]}} with {channels} numbers each."
         )
-    mean, std = (_channels(values, floats) for values in (normal.mean, normal.std))
-    return (floats / 255 - mean) / std
+    return normal
+
+
+def check_inputs(config: DataConfig, shape: tuple[int, ...]) -> None:
+    """Refuse a normalisation or changes that do not fit inputs of this shape."""
+    made = changes(config.augment)
+    if len(shape) == 2 and made:
+        raise ConfigError(TEXTS)
+    if len(shape) == 3 and config.normalize not in ("half", "none"):
+        _normal(config.normalize, shape[0])
 
 
 def _channels(values: tuple[float, ...], like: Tensor) -> Tensor:
@@ -135,7 +153,7 @@ def augmentation(augment: str | tuple[Named, ...], *purpose: int | str) -> Calla
         if not made:
             return x
         if x.ndim != 4:
-            raise ConfigError("data.augment changes images, and these are texts; set data.augment to none.")
+            raise ConfigError(TEXTS)
         x = x.to(torch.get_default_dtype())
         for place, each in enumerate(made):
             x = each(x, keys.generator(*purpose, "augment", step, place, device=x.device))

@@ -44,6 +44,14 @@ class Split:
         split._rows = rows
         return split
 
+    def __repr__(self) -> str:
+        dtype, shape = self.kind
+        return f"Split({len(self)} of {str(dtype).removeprefix('torch.')} {list(shape)})"
+
+    def __reduce__(self) -> tuple[type[Split], tuple[Tensor, Tensor]]:
+        """What goes to another process are its own rows, not all that clients have in common."""
+        return Split, (self.x, self.y)
+
     @property
     def x(self) -> Tensor:
         """All images; of rows in common, a copy."""
@@ -258,10 +266,8 @@ def _as_split(what: str, pair: Any) -> Split:
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"{what}: images and labels must be arrays of numbers ({error}).") from None
     if x.dtype != torch.uint8:
-        raise DataError(
-            f"{what}: images are {x.dtype}; expected uint8, 0 to 255. "
-            "Images of 0 to 1 become so by `(x * 255).round().astype('uint8')`."
-        )
+        hint = "Images of 0 to 1 become so by `(x * 255).round().astype('uint8')`." if x.is_floating_point() else ""
+        raise DataError(f"{what}: images are {x.dtype}; expected uint8, 0 to 255. {hint}".rstrip())
     if x.ndim == 3:
         x = x.unsqueeze(1)
     if x.ndim == 4 and x.shape[3] <= 4 < x.shape[1]:

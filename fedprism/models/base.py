@@ -193,7 +193,7 @@ class Arch:
             height, width = self.shape[1:]
             raise ConfigError(
                 f"{self.name} needs images of {least} x {least} pixels or more, and these are {height} x {width}; "
-                f"set data.image_size to {least} or more, or choose another model."
+                f"set data.image_size to {least} or more (in explain, --image-size), or choose another model."
             )
 
     def model(self, seed: int) -> Model:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedprism.data import DATASETS
-from fedprism.data.sources import NAMES, Source, sources_of
+from fedprism.data.sources import NAMES, is_there, sources_of
 
 READY, ABSENT, BUILT_IN, YOURS = "ready", "not here", "built in", "yours"
 
@@ -26,19 +26,6 @@ SIZES = {
     "synth-digits-like": ("10", "1"),
     "synthetic": ("any", "any"),
     "tiny-imagenet": ("200", "1"),
-}
-# The compact form of a source: files that lie in the root itself.
-PACKED = {
-    "agnews": ("agnews_train.csv.gz", "agnews_test.csv.gz"),
-    "cifar10": ("cifar10.npz",),
-    "cifar100": ("cifar100.npz",),
-    "mnist": ("digits_mnist.npz",),
-    "mnist-m": ("digits_mnistm.npz",),
-    "office-caltech-10": ("office_caltech10.npz",),
-    "pacs": ("pacs_128.npz",),
-    "svhn": ("digits_svhn.npz",),
-    "tiny-imagenet": ("tiny_imagenet_subset.npz",),
-    "usps": ("digits_usps.npz",),
 }
 
 
@@ -65,15 +52,10 @@ def state(name: str, root: Path) -> str:
     """
     if name not in NAMES:
         return YOURS if name == "folder" else BUILT_IN
-    there = [_is_there(source, root) for source in sources_of(name)]
+    there = [is_there(source.name, root) for source in sources_of(name)]
     if all(there):
         return READY
     return f"{sum(there)} of {len(there)}" if any(there) else ABSENT
-
-
-def _is_there(source: Source, root: Path) -> bool:
-    packed = PACKED.get(source.name, ())
-    return not source.lacks(root) or (bool(packed) and all((root / file).is_file() for file in packed))
 
 
 def licence(name: str) -> str:

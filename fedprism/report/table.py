@@ -13,6 +13,7 @@ from fedprism.config import plain
 from fedprism.errors import RecordError, unknown
 from fedprism.records import Figure, Gain, Outcome, Protocol, RunRecord, flat, gain, outcome, summarise
 from fedprism.records.protocol import figure, paths_of
+from fedprism.records.runfile import spelled
 from fedprism.report import formats
 from fedprism.report.formats import Entry, Fitting, Grid
 
@@ -213,7 +214,7 @@ def _alone(
 
 
 def _key(record: RunRecord, without: Sequence[str]) -> str:
-    settings = {name: value for name, value in plain(record.config).items() if name not in without}
+    settings = {name: value for name, value in plain(spelled(record.config)).items() if name not in without}
     return json.dumps(settings, sort_keys=True, default=str)
 
 
