@@ -389,3 +389,19 @@ def test_what_does_not_fit_is_told_before_the_old_run_is_touched(three: fp.Feder
 def test_one_number_is_no_image(run: fp.Run) -> None:
     with pytest.raises(fp.DataError, match="expected"):
         next(iter(run.models.values())).predict(np.uint8(3))
+
+
+def test_tokens_that_are_no_words_of_the_vocabulary_are_refused() -> None:
+    length, words = 4, 9
+    config = structure({"model": "fasttext"}, Config)
+    info = api.make_info(config, ["a"], 2, (length, words))
+    method = fp.FedAvg()
+    first = method.build(info.arch, "a", info, 0).state_dict()
+    model = api.ClientModel.of(method, config, info, ("no", "yes"), api.Snapshot(0, first, {"a": None}), "a")
+    text = np.array([[8, 1, 0, 0], [3, 2, 8, 0]])
+    assert model.predict(text).shape == (2,)
+    for wrong, reach in ((9, "0 to 9"), (-1, "-1 to 8")):
+        with pytest.raises(fp.DataError, match=f"tokens reach from {reach}; expected 0 to 8"):
+            model.predict(np.where(text == 1, wrong, text))
+    with pytest.raises(fp.DataError, match=r"expected whole numbers \[n, 4\]"):
+        model.predict(text[:, :3])

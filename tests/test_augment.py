@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +15,8 @@ import fedprism as fp
 from fedprism.config import Config, Named, Normal, structure
 from fedprism.data.images import Crop, Flip, Rotate, augmentation, changes, normalise
 from fedprism.errors import ConfigError
-from fedprism.methods.base import Me
+from fedprism.federation import Split
+from fedprism.methods.base import Me, Now, Pass
 from tests.helpers import Collect, loop_for, same
 
 
@@ -59,12 +62,12 @@ def test_rotation_is_about_the_middle_by_the_drawn_angle(size: tuple[int, int]) 
     turned = Rotate(degrees=40, interpolation="bilinear")(batch, rng(5))
     angles = (2 * torch.rand(8, generator=rng(5)) - 1) * 40
     inside = np.hypot(x - (width - 1) / 2, y - (height - 1) / 2) < min(height, width) / 2 - 1.5
+    picture = Image.fromarray(smooth.astype(np.float32))
     for image, angle in zip(turned, angles.tolist(), strict=True):
-        theirs = Image.fromarray(smooth.astype(np.float32)).rotate(angle, resample=Image.Resampling.BILINEAR)
-        ours = image[0].numpy()
-        other = np.asarray(Image.fromarray(smooth.astype(np.float32)).rotate(-angle, Image.Resampling.BILINEAR))
-        gap = min(np.abs(ours - np.asarray(theirs))[inside].max(), np.abs(ours - other)[inside].max())
-        assert gap < 2.0, angle
+        theirs = np.asarray(picture.rotate(angle, resample=Image.Resampling.BILINEAR))
+        assert np.abs(image[0].numpy() - theirs)[inside].max() < 2.0, angle
+    assert angles.min() < -10
+    assert angles.max() > 10
 
 
 def test_corners_that_turn_in_are_black() -> None:
@@ -87,6 +90,14 @@ def test_draws_depend_on_purpose_and_step_alone() -> None:
     assert not torch.equal(one(x, 0), one(x, 1))
     assert not torch.equal(one(x, 0), other(x, 0))
     assert augmentation("none", 0)(x, 0) is x
+
+
+def test_two_equal_changes_draw_by_themselves() -> None:
+    """With the same draws, the second flip would undo the first of every image."""
+    x = images(64, 4, 4)
+    twice = augmentation((Named("flip"), Named("flip")), 0)(x, 0)
+    mirrored = (twice == x.flip(3)).flatten(1).all(1)
+    assert 16 < int(mirrored.sum()) < 48
 
 
 def test_unknown_changes_and_settings_are_refused() -> None:
@@ -131,11 +142,85 @@ def test_training_sees_changed_images_and_tests_do_not() -> None:
     assert min(float(x.min()) for x in seen) >= -1  # black is black after normalising, too
 
 
-def test_named_and_own_normalisation() -> None:
+Seen = dict[tuple[int, str, str], list[torch.Tensor]]  # round, client, pass -> the images of its steps
+
+
+def seen_by_passes(seed: int) -> tuple[Seen, torch.Tensor]:
+    """What passes of two clients see of one picture over and over, so that the order of batches plays no part; and the
+    picture as a model sees it unchanged."""
+    picture = images(1, 8, 8).round().to(torch.uint8)
+    x, y = picture.expand(24, -1, -1, -1), torch.arange(24) % 2
+    parts = {"train": (x, y), "validation": (x[:8], y[:8]), "test": (x[:8], y[:8])}
+    made = fp.Federation.from_arrays({"north": parts, "south": parts}, seed=seed)
+    seen: Seen = {}
+
+    class Watching(fp.FedAvg):
+        def passes(self, me: Me, now: Now) -> list[Pass]:
+            def watch(name: str) -> Callable[[Me, torch.Tensor, torch.Tensor], torch.Tensor]:
+                def loss(me: Me, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+                    seen.setdefault((now.round, now.client or "", name), []).append(x.clone())
+                    return self.loss(me, x, y)
+
+                return loss
+
+            return [
+                Pass(watch("one"), "one"),
+                Pass(watch("two"), "two"),
+                Pass(watch("own"), "own", stream="own"),
+                Pass(watch("validation"), "validation", data="validation"),
+                Pass(watch("public"), "public", data="public"),
+                Pass(watch("sweep"), "sweep", trains=()),
+            ]
+
+    raw = {"seed": seed, "train": {"rounds": 2, "batch": 8}, "model": {"name": "mlp", "hidden": [4]}}
+    config = structure({**raw, "data": {"augment": ["flip", {"name": "rotate", "degrees": 30}]}}, Config)
+    loop_for(Watching(), config, replace(made, public=Split(x[:8], y[:8]))).run([])
+    return seen, normalise(picture, "half")
+
+
+def test_passes_draw_by_seed_stream_round_client_and_step() -> None:
+    (seen, _), (again, _), (other_seed, _) = (seen_by_passes(seed) for seed in (0, 0, 1))
+
+    def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> list[bool]:
+        return [torch.equal(x, other) for x, other in zip(a, b, strict=True)]
+
+    first = seen[0, "north", "one"]
+    assert len(first) == 3
+    assert all(equal(first, again[0, "north", "one"]))
+    assert not any(equal(first, other_seed[0, "north", "one"]))
+    assert not any(equal(first, seen[1, "north", "one"]))
+    assert not any(equal(first, seen[0, "south", "one"]))
+    assert not any(equal(first[1:], first[:-1]))
+    assert all(equal(first, seen[0, "north", "two"]))  # of the same stream, whatever its name
+    assert not any(equal(first, seen[0, "north", "own"]))
+
+
+def test_only_passes_that_train_on_the_training_part_see_changed_images() -> None:
+    seen, unchanged = seen_by_passes(0)
+    for (_, _, name), batches in seen.items():
+        for x in batches:
+            assert bool((x == unchanged).all()) == (name in ("validation", "public", "sweep")), name
+
+
+@pytest.mark.parametrize(
+    ("name", "mean", "deviation"),
+    [
+        # Fed-CO2's, for label skew.
+        ("cifar10", (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
+        ("cifar100", (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+        # As models that were trained on ImageNet expect it.
+        ("imagenet", (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    ],
+)
+def test_named_normalisation(name: str, mean: tuple[float, ...], deviation: tuple[float, ...]) -> None:
+    x = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1).expand(2, 3, 1, 1)
+    black, white = normalise(x, name).flatten(1).tolist()
+    assert black == pytest.approx([-m / d for m, d in zip(mean, deviation, strict=True)], abs=1e-5)
+    assert white == pytest.approx([(1 - m) / d for m, d in zip(mean, deviation, strict=True)], abs=1e-5)
+
+
+def test_own_normalisation() -> None:
     x = torch.full((2, 3, 1, 1), 255, dtype=torch.uint8)
-    theirs = normalise(x, "cifar10")[0].flatten().tolist()
-    expected = [(1 - 0.4914) / 0.2023, (1 - 0.4822) / 0.1994, (1 - 0.4465) / 0.2010]
-    assert theirs == pytest.approx(expected, abs=1e-5)
     own = normalise(x[:, :1], Normal((0.25,), (0.5,)))
     assert own.flatten().tolist() == [1.5, 1.5]
     with pytest.raises(ConfigError, match="has 3 channels, and these images have 1"):

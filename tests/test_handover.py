@@ -27,6 +27,7 @@ KINDS = {
     "fedios": {},
     "fedsce": {"delta": "normalised"},
 }
+AUGMENT = {"fedbn": ["flip", {"name": "rotate", "degrees": 30}]}  # as FedBN's own experiments have it
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +36,10 @@ def two() -> Federation:
 
 
 def job_of(method: str, data: Federation, round: int, **train: object) -> Job:
-    config = structure(
-        {"seed": 3, "method": {"name": method, **KINDS.get(method, {})}, "train": {"rounds": 3, **train}}, Config
-    )
-    config = replace(config, data=data.data, method=named(make(config.method)))
+    raw = {"seed": 3, "method": {"name": method, **KINDS.get(method, {})}, "train": {"rounds": 3, **train}}
+    config = structure({**raw, "data": {"augment": AUGMENT.get(method, "none")}}, Config)
+    held = replace(data.data, augment=config.data.augment)
+    config = replace(config, data=held, method=named(make(config.method)))
     info = make_info(config, data.names, data.classes, data.shape)
     return Job(make(config.method), config, info, data.clients["tinted"], round)
 

@@ -38,6 +38,7 @@ from fedprism.methods.silobn import SiloBN
 from tests.helpers import Collect, cut, loop_for, same
 
 MLP = {"name": "mlp", "hidden": [16, 8]}
+TURNED = {"augment": ["flip", {"name": "rotate", "degrees": 30}]}  # training images, at random
 
 
 def config_of(**sections: Any) -> Config:
@@ -91,10 +92,11 @@ def assert_differ(a: Trained, b: Trained) -> None:
 # --- one method at its edge is another -------------------------------------------------------------------------------
 
 
-def test_fedprox_without_a_pull_is_fedavg(tiny: Federation) -> None:
-    average = train(FedAvg(), tiny)
-    assert_same(train(FedProx(mu=0.0), tiny), average)
-    assert_differ(train(FedProx(mu=0.1), tiny), average)
+@pytest.mark.parametrize("data", [{}, TURNED], ids=["plain", "augmented"])
+def test_fedprox_without_a_pull_is_fedavg(data: dict[str, Any], tiny: Federation) -> None:
+    average = train(FedAvg(), tiny, data=data)
+    assert_same(train(FedProx(mu=0.0), tiny, data=data), average)
+    assert_differ(train(FedProx(mu=0.1), tiny, data=data), average)
 
 
 @pytest.mark.parametrize("method", [FedBN(), SiloBN()])
@@ -110,9 +112,12 @@ def test_batch_norm_policies_are_methods(method: Method, policy: str, tiny: Fede
     assert_same(train(method, tiny, train={"bn": "shared"}), train(FedAvg(), tiny))
 
 
-@pytest.mark.parametrize("participation", [1.0, 0.67])
-def test_ditto_without_a_pull_is_local_beside_fedavg(participation: float, tiny: Federation) -> None:
+@pytest.mark.parametrize(("participation", "data"), [(1.0, {}), (0.67, {}), (1.0, TURNED)])
+def test_ditto_without_a_pull_is_local_beside_fedavg(
+    participation: float, data: dict[str, Any], tiny: Federation
+) -> None:
     sections: dict[str, Any] = {
+        "data": data,
         "clients": {"participation": participation},
         "evaluate": {"splits": ["test"], "moments": ["received", "trained", "global"]},
     }
@@ -120,8 +125,8 @@ def test_ditto_without_a_pull_is_local_beside_fedavg(participation: float, tiny:
     seen = Collect()
     loop.run([seen])
     both = Trained(loop, seen)
-    alone = train(Local(), tiny, clients=sections["clients"])
-    average = train(FedAvg(), tiny, clients=sections["clients"])
+    alone = train(Local(), tiny, clients=sections["clients"], data=data)
+    average = train(FedAvg(), tiny, clients=sections["clients"], data=data)
     assert same(part(both.server, "common."), average.server)
     assert both.states.keys() == alone.states.keys()
     for client, state in both.states.items():

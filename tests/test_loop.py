@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fedprism.config import Config, structure
+from fedprism.engines import loop as round_loop
 from fedprism.engines.client import Failure, Result, make_info, not_finite
 from fedprism.engines.inprocess import InProcess
-from fedprism.engines.loop import check_upload, draw_cohort, drop_outs
+from fedprism.engines.loop import check_upload, digest, draw_cohort, drop_outs
 from fedprism.errors import ConfigError, FedprismError
-from fedprism.federation import Federation, federation
+from fedprism.federation import ClientData, Federation, Split, federation
 from fedprism.methods.base import Me, Method, Net, Now, Pass, State
 from fedprism.methods.ditto import Ditto
 from fedprism.methods.fedavg import FedAvg
@@ -500,3 +501,22 @@ def test_lg_fedavg_keeps_the_bodies_of_those_who_train_outside_the_cohort(three:
     leaf = "body.fc1.weight"
     own, reset = (after[leaf] - before[leaf]).norm(), (after[leaf] - averaged[leaf]).norm()
     assert own < reset, "its second round went on from its own body, not from the warm-up's"
+
+
+def test_the_fingerprint_of_a_client_is_of_every_image_and_label(monkeypatch: pytest.MonkeyPatch) -> None:
+    def client(**changed: Split) -> ClientData:
+        parts = {name: Split(x, y) for name in ("train", "validation", "test")}
+        return ClientData("a", "a", **{**parts, **changed}, classes=2)
+
+    x, y = torch.arange(10, dtype=torch.uint8).view(10, 1, 1, 1), torch.arange(10) % 2
+    plain = digest(client())
+    monkeypatch.setattr(round_loop, "DIGESTED_AT_ONCE", 4)  # ten images: two whole blocks, and a rest
+    assert digest(client()) == plain
+    seen = {plain}
+    for part in ("train", "validation", "test"):
+        for place in range(10):
+            for image, label in ((99, int(y[place])), (place, 1 - int(y[place]))):
+                other_x, other_y = x.clone(), y.clone()
+                other_x[place], other_y[place] = image, label
+                seen.add(digest(client(**{part: Split(other_x, other_y)})))
+    assert len(seen) == 61

@@ -153,6 +153,35 @@ class Temperature(ResNetLike):
         return super().forward(x) / 2
 
 
+class TwoNames(ResNetLike):
+    """Its classifier has two names, and the second one is called."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.head = self.fc
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.bn(self.conv(x))) * self.scale + self.shift
+        return self.head(self.pool(x).flatten(1))  # type: ignore[no-any-return]
+
+
+class Unused(ResNetLike):
+    """The layer that is defined last is for training on something else, and gives no scores."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.rotations = nn.Linear(6, classes)
+
+
+class Twice(ResNetLike):
+    """Asks its classifier about the mirrored images too, and keeps the answer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = super().forward(x)
+        self.mirrored = super().forward(x.flip(3))
+        return scores
+
+
 class NoMeta(ResNetLike):
     """Cannot be made without storage: it asks for a value on its way."""
 
@@ -167,12 +196,15 @@ NETWORKS: dict[str, Callable[[int], nn.Module]] = {
     "vit": FirstToken,
     "timm": TimmLike,
     "nometa": NoMeta,
+    "twonames": TwoNames,
     "tokens": ViTLike,
     "temperature": Temperature,
     "distilled": Distilled,
     "squeezenet": SqueezeNetLike,
+    "unused": Unused,
+    "twice": Twice,
 }
-GOOD = ("resnet", "efficientnet", "vit", "timm", "nometa")
+GOOD = ("resnet", "efficientnet", "vit", "timm", "nometa", "twonames")
 
 
 @dataclass(frozen=True)
@@ -235,6 +267,8 @@ def test_where_the_classifier_is_found() -> None:
         ("distilled", "its classifier is more than one layer; expected one fully connected layer with 10 outputs"),
         ("tokens", "handmade:tokens cannot be taken: its scores are more than what its classifier makes"),
         ("temperature", "handmade:temperature cannot be taken: its scores are more than what its classifier makes"),
+        ("unused", "handmade:unused cannot be taken: its scores are more than what its classifier makes"),
+        ("twice", "handmade:twice cannot be taken: its scores are more than what its classifier makes"),
         ("resnat", "handmade has no classification model 'resnat'. Nearest: resnet"),
     ],
 )
@@ -274,7 +308,39 @@ def test_what_is_switched_off() -> None:
     attention = ViTLike(3)
     outside.repeatable(attention)
     assert attention.attention.dropout == 0.0
-    assert isinstance(ResNetLike(3).pool, nn.AdaptiveAvgPool2d)  # to one pixel it is repeatable
+
+
+def test_which_pooling_is_replaced() -> None:
+    """Not that to one pixel, a mean with a repeatable gradient; nor where one side stays as long as it is."""
+    sizes = (1, (1, 1), (None, 2), (2, None))
+    model = nn.ModuleList([nn.AdaptiveAvgPool2d(size) for size in sizes])
+    outside.repeatable(model)
+    assert [type(part) for part in model] == [nn.AdaptiveAvgPool2d] * 4
+    model = nn.ModuleList([nn.AdaptiveAvgPool2d(size) for size in (2, (1, 3), (3, 1))])
+    given = [part(images()) for part in model]
+    outside.repeatable(model)
+    assert [type(part) for part in model] == [Pool2d] * 3
+    for part, before in zip(model, given, strict=True):
+        torch.testing.assert_close(part(images()), before)
+
+
+def operations(scores: Tensor) -> set[str]:
+    """The names of all that has a gradient on the way to these scores."""
+    found, open_ends = {}, [scores.grad_fn]
+    while open_ends:
+        node = open_ends.pop()
+        if node is not None and node not in found:
+            found[node] = node.name()
+            open_ends += [before for before, _ in node.next_functions]
+    return set(found.values())
+
+
+def test_attention_is_plain_products() -> None:
+    """The gradients of the fused kinds are not repeatable on a GPU."""
+    fused, alone = "ScaledDotProduct", FirstToken(CLASSES)
+    outside.repeatable(alone)  # with dropout PyTorch has no fused kind on a CPU
+    assert any(fused in name for name in operations(alone(images())))
+    assert not any(fused in name for name in operations(arch("vit").model(0)(images())))
 
 
 # --- first weights ---------------------------------------------------------------------------------------------------

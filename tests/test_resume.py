@@ -20,12 +20,17 @@ from tests.helpers import same
 RUN = "import sys, fedprism as fp, fedprism.config as c; fp.run_config(c.read(sys.argv[1]), 'x', out=sys.argv[2])"
 RESUME = "import sys, fedprism as fp; fp.resume(sys.argv[1])"
 ROUNDS = 14
+AUGMENT = {"fedbn": ["flip", {"name": "rotate", "degrees": 30}]}  # as FedBN's own experiments have it
 
 
 def write_config(path: Path, method: str) -> Path:
     raw = {
         "method": method,
-        "data": {"partition": {"name": "domain", "clients": 3}, "samples": 40},
+        "data": {
+            "partition": {"name": "domain", "clients": 3},
+            "samples": 40,
+            "augment": AUGMENT.get(method, "none"),
+        },
         "train": {"rounds": ROUNDS},
         "clients": {"participation": 0.67, "dropout": 0.1},
         "run": {"checkpoint_every": 3, "keep_rounds": [4]},

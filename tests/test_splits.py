@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -12,9 +13,9 @@ from fedprism.config import DataConfig, Named, SplitConfig
 from fedprism.data import DATASETS, Dataset
 from fedprism.data.base import Level, load
 from fedprism.errors import ConfigError, DataError
-from fedprism.federation import Federation, Split, federation, make_federation
+from fedprism.federation import ClientData, Federation, Split, build, federation, make_federation
 from fedprism.federation.build import noisy
-from fedprism.federation.splits import Parts, as_the_smallest
+from fedprism.federation.splits import Parts, as_the_smallest, count
 
 
 def sizes(made: Federation) -> list[tuple[int, int, int]]:
@@ -35,6 +36,14 @@ def test_the_rule_of_fedbn() -> None:
     assert [len(held.train) for held in rest.values()] == [75, 75]
     none = as_the_smallest(parts, SplitConfig(rule="smallest", train=0.05, validation=0.0))
     assert [(len(held.train), len(held.validation)) for held in none.values()] == [(6, 0), (6, 0)]
+
+
+def test_shares_that_are_whole_numbers_up_to_float_error() -> None:
+    """0.07 * 100 is 7.000000000000001 in floating point, and 0.29 * 100 is 28.999999999999996."""
+    assert count(0.07, 100, up=True) == 7
+    parts = {"a": Parts(np.arange(100), np.empty(0, int), np.arange(3))}
+    made = as_the_smallest(parts, SplitConfig(rule="smallest", train=0.29, validation=0.57))["a"]
+    assert (len(made.train), len(made.validation)) == (29, 57)
 
 
 def test_the_rule_of_fedbn_in_a_federation() -> None:
@@ -91,10 +100,56 @@ def test_rows_in_common_are_gathered_when_asked_for() -> None:
     assert (split.x[0] == 99).all()
 
 
+def test_a_split_takes_its_own_rows_to_another_process() -> None:
+    source = torch.arange(100_000 * 12).to(torch.uint8).view(100_000, 3, 2, 2)
+    rows = torch.arange(20) * 4999
+    split = Split.of(source, rows, rows % 3)
+    written = pickle.dumps(split)
+    assert len(written) < 4096
+    read = pickle.loads(written)  # noqa: S301 - written above
+    assert isinstance(read, Split)
+    assert torch.equal(read.x, source[rows])
+    assert torch.equal(read.y, split.y)
+    assert torch.equal(read.batch(torch.tensor([19])), source[rows[19:]])
+
+
+def test_a_split_says_how_many_and_of_what_shape() -> None:
+    shown = repr(Split.of(torch.zeros(90, 3, 5, 7, dtype=torch.uint8), torch.arange(20), torch.zeros(20).long()))
+    assert "20" in shown
+    assert "uint8 [3, 5, 7]" in shown
+    assert "90" not in shown
+    assert "int32 [11]" in repr(Split(torch.zeros(4, 11, dtype=torch.int32), torch.zeros(4).long()))
+
+
 def test_clients_hold_rows_of_the_dataset_and_no_copies() -> None:
     made = federation("digits-skew")
     storages = {client.split(part)._source.data_ptr() for client in made.clients.values() for part in ("train", "test")}
     assert len(storages) == 1
+
+
+def of_levels(name: str = "a") -> ClientData:
+    """A client of 20 images, each of a grey of its own, in every part."""
+    levels = (50 + 8 * torch.arange(20)).to(torch.uint8).view(20, 1, 1, 1).expand(20, 3, 8, 8).contiguous()
+    part = Split(levels, torch.arange(20) % 2)
+    return ClientData(name, name, part, part, part, 2)
+
+
+def test_noise_in_blocks_is_added_to_the_images_in_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "NOISY_AT_ONCE", 6)  # 20 images: three whole blocks, and a rest
+    client = of_levels()
+    for part in ("train", "validation", "test"):
+        given, made = client.split(part), noisy(client, 1.0, seed=0).split(part)
+        noise = made.x.float() - given.x.float()
+        assert float(noise.abs().max()) < 7
+        assert float(noise.flatten(1).std(1).min()) > 0.8
+        assert len(noise.unique(dim=0)) == 20  # no block has the noise of another
+        assert torch.equal(made.y, given.y)
+
+
+def test_each_client_has_noise_of_its_own() -> None:
+    one, other = (noisy(of_levels(name), 5.0, seed=0) for name in ("a", "b"))
+    for part in ("train", "validation", "test"):
+        assert not torch.equal(one.split(part).x, other.split(part).x)
 
 
 def test_noise_has_its_deviation_is_clipped_and_keyed() -> None:

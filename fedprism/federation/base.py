@@ -50,7 +50,7 @@ class Split:
 
     def __reduce__(self) -> tuple[type[Split], tuple[Tensor, Tensor]]:
         """What goes to another process are its own rows, not all that clients have in common."""
-        return Split, (self.x, self.y)
+        return Split, (self.x.clone(), self.y.clone())
 
     @property
     def x(self) -> Tensor:

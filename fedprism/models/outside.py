@@ -72,7 +72,7 @@ def ends_in(model: nn.Module, layer: nn.Linear, x: Tensor) -> bool:
 
 def repeatable(model: nn.Module) -> None:
     """Switch off what draws at random, and replace the pooling whose gradient is not repeatable on a GPU."""
-    for name, part in list(model.named_modules()):
+    for name, part in list(model.named_modules(remove_duplicate=False)):
         if isinstance(part, _DropoutNd) or type(part).__name__ == "StochasticDepth":
             part.p = 0.0
         for rate in RATES:
