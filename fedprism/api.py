@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from fedprism import config as configuration
 from fedprism.config import Config, EvaluateConfig, Named
-from fedprism.data import Dataset, folder
-from fedprism.data.base import side
+from fedprism.data import Dataset, agnews, folder
+from fedprism.data.base import chosen_domains, side
 from fedprism.data.images import changes, check_inputs, normalise
 from fedprism.data.pictures import DAMAGED, read_picture, reason
 from fedprism.engines.client import Job, client_receive, make_info, make_now
@@ -72,19 +72,20 @@ def _own_models(config: Config) -> dict[str, Any]:
             "model.per_client is folder, which is for clients of folder:PATH that name their own models, but data.name "
             f"is {config.data.name!r}; write a list of models, or a map from client names to models."
         )
-    models, size = {}, side(config.data, folder.SIDE)
-    for file, entry in folder.own_models(config.data).items():
-        site = file.parent.name
-        try:  # the classes are not known yet, and do not matter to what can be mistaken here
-            architectures(replace(config.model, per_client={site: entry}, settings={}), [site], 2, (3, size, size))
-        except ConfigError as error:
-            raise ConfigError(f"{file}: {error}") from None
-        models[site] = entry
     if config.data.partition.name != "domain":
         raise ConfigError(
             "model.per_client is folder, so every client is a site or a part of one, but data.partition is "
             f"{config.data.partition.name!r}; take domain, or write a list of models."
         )
+    models, size = {}, side(config.data, folder.SIDE)
+    named_in = {file.parent.name: (file, entry) for file, entry in folder.own_models(config.data).items()}
+    for site in chosen_domains(config.data, tuple(named_in)):
+        file, entry = named_in[site]
+        try:  # the classes are not known yet, and do not matter to what can be mistaken here
+            architectures(replace(config.model, per_client={site: entry}, settings={}), [site], 2, (3, size, size))
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {error}") from None
+        models[site] = entry
     # The partition says what the clients are called; where it deals a site to several, all of them have its model.
     nothing = torch.empty(0, dtype=torch.int64)
     images = torch.empty(0, 3, size, size, dtype=torch.uint8)
@@ -435,7 +436,7 @@ class ClientModel:
     @torch.no_grad()
     def probabilities(self, images: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Class probabilities `[n, classes]` of uint8 images, `[n, height, width, channels]` or channels first; or of
-        texts as tokens `[n, length]`."""
+        texts, as they are or as tokens `[n, length]`."""
         scores = [self.method.predict(self.module, x, draw) for x, draw in self._parts(images)]
         return torch.cat(scores).softmax(1).numpy() if scores else np.empty((0, self.info.classes), np.float32)
 
@@ -454,8 +455,13 @@ class ClientModel:
         return {name: torch.cat(values).numpy() for name, values in found.items()}
 
     def _parts(self, images: Any) -> Iterator[tuple[Tensor, Draw]]:
-        """Images as the model takes them, some at a time, with the noise of each."""
-        x = normalise(_as_inputs(images, self.info.archs[self.client].shape), self.config.data.normalize)
+        """Images or texts as the model takes them, some at a time, with the noise of each."""
+        shape = self.info.archs[self.client].shape
+        if isinstance(images, str):
+            raise DataError(f"{images[:40]!r} is one text; give a list: [{images[:40]!r}].")
+        if len(shape) == 2 and isinstance(images, Sequence) and all(isinstance(each, str) for each in images):
+            images = agnews.encode(images, self.config.data)
+        x = normalise(_as_inputs(images, shape), self.config.data.normalize)
         for step, part in enumerate(torch.split(x, SWEEP_BATCH) if len(x) else ()):
             yield part, keyed_draw(torch.device("cpu"), self.info.seed, "serve", self.client, step)
 
@@ -483,11 +489,9 @@ def _as_inputs(given: Any, shape: tuple[int, ...]) -> Tensor:
     try:
         x = given if isinstance(given, Tensor) else torch.as_tensor(np.array(given))
     except (TypeError, ValueError) as error:
-        what = "images" if len(shape) == 3 else "tokens"
-        hint = (
-            "For files use `predict_files`" if len(shape) == 3 else "`fedprism.data.agnews.encode` makes them of texts"
-        )
-        raise DataError(f"{what} cannot be made an array: {error}. {hint}.") from error
+        if len(shape) == 2:
+            raise DataError("expected a list of texts (str), or their tokens as an array of whole numbers.") from error
+        raise DataError(f"images cannot be made an array: {error}. For files use `predict_files`.") from error
     if x.ndim and not len(x):
         return torch.empty(0, *shape, dtype=torch.uint8) if len(shape) == 3 else torch.empty(0, shape[0]).int()
     return _as_images(x, shape) if len(shape) == 3 else _as_tokens(x, *shape)

@@ -97,7 +97,8 @@ class Normal:
 class DataConfig:
     name: str = setting("digits-skew", "`fedprism data list`, or folder:PATH")
     root: str | None = setting(
-        None, "where published datasets lie, or relative paths of folder: start; null: $FEDPRISM_DATA, or here"
+        None,
+        "where published datasets lie (null: $FEDPRISM_DATA, or the cache) and paths of folder: start (null: here)",
     )
     domains: tuple[str, ...] | None = setting(None, "which of the dataset's domains, in this order; null: all")
     partition: Named = setting(Named("domain"), "how images are dealt; `fedprism list partitions`")

@@ -125,6 +125,12 @@ def test_both_forms_give_the_same(tmp_path: Path) -> None:
     assert first.words == second.words
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    before = load(config(published(tmp_path / "one")), 0)
+    after = load(config(published(tmp_path / "two", train=b"\xef\xbb\xbf" + written(TRAIN))), 0)
+    assert torch.equal(before.images, after.images)
+
+
 def test_published_files_win(tmp_path: Path) -> None:
     root = published(compact(tmp_path / "data"), train=written([(2, "Alone", "here")]))
     assert len(load(config(root), 0)) == 1 + len(TEST)
@@ -212,7 +218,8 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     ("name", "others", "message"),
     [
         ("agnews?lenght=5", {}, "unknown key 'lenght'. Did you mean 'length'"),
-        ("agnews?length=0", {}, "length is 0; expected 1 or more"),
+        ("agnews?length=0", {}, "length is 0; expected 1 to 10,000"),
+        ("agnews?length=1000000000000000000", {}, "expected 1 to 10,000"),
         ("agnews?words=2", {}, "words is 2; expected null, or more than 2"),
         ("agnews", {"image_size": 32}, "data.image_size is 32, but agnews holds texts"),
         ("agnews", {"augment": ["flip"]}, "data.augment is .*, but agnews holds texts"),
@@ -241,9 +248,14 @@ def test_from_files_to_predictions(tmp_path: Path) -> None:
     run = api.run_config(given, "news", out=tmp_path / "run")
     assert run.record.shape == (16, load(given.data, 0).words)
     assert outcome(run.record).mean > 0.9
-    new = agnews.encode(["Oil and gas are up", "The team won again"], given.data)
+    texts = ["Oil and gas are up", "The team won again"]
     for model in run.models.values():
-        assert [model.class_names[label] for label in model.predict(new)] == ["Business", "Sports"]
+        for new in (texts, agnews.encode(texts, given.data)):
+            assert [model.class_names[label] for label in model.predict(new)] == ["Business", "Sports"]
+        with pytest.raises(DataError, match="is one text; give a list"):
+            model.predict(texts[0])
+        with pytest.raises(DataError, match="expected a list of texts"):
+            model.predict([texts, texts])
 
 
 @pytest.mark.slow

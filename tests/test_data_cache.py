@@ -22,7 +22,7 @@ import torch
 from fedprism.config import DataConfig
 from fedprism.data.cache import Arrays, Store, converted
 from fedprism.data.places import cache_home, root_of
-from fedprism.errors import DataError
+from fedprism.errors import ConfigError, DataError
 
 N = 50
 
@@ -379,3 +379,27 @@ def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDPRISM_DATA", "~/benchmarks")
     assert root_of(DataConfig()) == Path("/home/someone/benchmarks")
     assert root_of(DataConfig(root="own")) == Path("own")
+
+
+@pytest.mark.parametrize("given", ["~nobody-has-this-name/data", "/" + "long" * 100, "/deep" * 2000, "a\0b"])
+def test_places_that_cannot_be(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be used: .*Set data\.root or \$FEDPRISM_DATA to another"):
+        root_of(DataConfig(root=given))
+    if "\0" not in given:
+        monkeypatch.setenv("FEDPRISM_CACHE", given)
+        with pytest.raises(ConfigError, match=r"cannot be used: .*Set \$FEDPRISM_CACHE to another"):
+            cache_home()
+
+
+def test_a_damaged_header_is_made_again(source: Path, home: Path) -> None:
+    """Whatever stands in it: numpy hands it to Python's own parser."""
+    convert = Counting(source)
+    convert.load()
+    path = folder_of(home) / "inputs.npy"
+    content = path.read_bytes()
+    for place, header in enumerate(
+        (b"{'descr':(((", b"(" * 100, b"{'descr': '|u1', 'shape': (99999999999999,), 'f", b"\0")
+    ):
+        path.write_bytes(content[:10] + header + content[10 + len(header) :])
+        assert torch.equal(convert.load().inputs[:, 0, 0, 0], torch.arange(N, dtype=torch.uint8))
+        assert convert.calls == 2 + place

@@ -217,6 +217,14 @@ def test_a_damaged_binary_release_is_refused_by_name(
     assert not list((tmp_path / "cache" / "arrays").glob("[!.]*"))
 
 
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="nothing is forbidden to this user")
+def test_files_that_may_not_be_read_are_named(tmp_path: Path) -> None:
+    path = write_binary(tmp_path) / "data_batch_2.bin"
+    path.chmod(0)
+    with pytest.raises(DataError, match=r"data_batch_2\.bin: it cannot be read: Permission denied\.$"):
+        read(tmp_path)
+
+
 def test_a_shortened_part_of_cifar_100_is_refused_by_name(tmp_path: Path) -> None:
     write_hundred(tmp_path, "binary", train=9)
     with pytest.raises(DataError, match=r"train\.bin: it has 9 images, expected 5 times the 2 of test\.bin"):
@@ -261,6 +269,9 @@ GOOD = {"data": PIXELS, "labels": [1, 2, 3]}
         (b"(U\x04datacnumpy.core.multiarray\n_reconstruct\n)Rd.", r"."),
         (b"(U\x04datacnumpy.core.multiarray\n_reconstruct\n)RK\x01bd.", r"."),
         (b"cnumpy\nndarray\n}b.", r"."),
+        (b"\x80\x04\x8e" + struct.pack("<Q", 2**60) + b"x.", r"more memory than there is"),
+        (b"\x80\x02Nr" + struct.pack("<I", 2**32 - 1) + b".", r"it holds no array `data`"),
+        (b"I" + b"9" * 6000 + b"\n.", r"."),
         (b"", r"."),
         (b"not a pickle", r"."),
     ],

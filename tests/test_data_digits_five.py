@@ -260,6 +260,17 @@ def test_archives_may_have_folders_of_their_own(tmp_path: Path) -> None:
     assert len(read(tmp_path, "synth-digits", "mnist-m")) == 24
 
 
+def test_what_is_being_unpacked_is_not_read(tmp_path: Path) -> None:
+    write_mats(tmp_path / "elsewhere", "synth-digits", "synth_", ten_for_zero=False)
+    folder = tmp_path / "synth-digits"
+    folder.mkdir()
+    shutil.move(tmp_path / "elsewhere" / "synth-digits", folder / ".unpacking-SynthDigits.zip")
+    with pytest.raises(DataError, match="synth-digits: files are missing"):
+        read(tmp_path, "synth-digits")
+    (folder / ".unpacking-SynthDigits.zip").rename(folder / "SynthDigits")
+    assert len(read(tmp_path, "synth-digits")) == 15
+
+
 # --- files that are not what they should be --------------------------------------------------------------------------
 
 IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
@@ -274,6 +285,10 @@ IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
         (IMAGES, lambda c: b"", "it is no IDX file"),
         (IMAGES, lambda c: b"\0\0\x0d" + c[3:], "it is no IDX file of unsigned bytes with 3 dimension"),
         (IMAGES, lambda c: c[:7] + b"\x0b" + c[8:], "it has 11 images, but train-labels-idx1-ubyte has 12 labels"),
+        (IMAGES, lambda c: c[:8] + struct.pack(">2I", 60000, 60000) + c[16:], "its images are 60000 x 60000 pixels"),
+        (IMAGES, lambda c: c[:8] + struct.pack(">2I", 0, 28) + c[16:], "its images are 0 x 28 pixels"),
+        (LABELS, lambda c: c[:4] + struct.pack(">I", 10**9) + c[8:], "it says that it has 1000000000 labels"),
+        (LABELS, lambda c: c + b"\1" * 100, "it holds more labels and says that it has 12"),
         (LABELS, lambda c: c[:-1], "it holds 11 labels and says that it has 12"),
         (LABELS, lambda c: c[:-1] + b"\x0a", "its labels lie between 0 and 10; expected 0 to 9"),
     ],
@@ -322,6 +337,39 @@ def test_damaged_mat_files_are_refused_by_name(tmp_path: Path, damage: Callable[
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(DataError, match=r"test_32x32\.mat: "):
         read(tmp_path, "svhn")
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        np.full((11, 1), 1.5),
+        np.full((11, 1), np.nan),
+        np.full((11, 1), np.inf),
+        np.full((11, 1), 1 + 2j),
+        np.array([["a"]] * 11),
+        np.array([[None]] * 11, dtype=object),
+    ],
+    ids=["fraction", "nan", "inf", "complex", "text", "cells"],
+)
+def test_mat_labels_that_are_no_whole_numbers(tmp_path: Path, labels: np.ndarray) -> None:
+    if labels.dtype == object:
+        labels[:] = [[np.array([1, 2])]] * 11
+    x = coloured(11, 32).transpose(1, 2, 3, 0)
+    savemat(write_mats(tmp_path) / "train_32x32.mat", {"X": x, "y": labels})
+    with pytest.raises(DataError, match=r"train_32x32\.mat: its labels are not whole|it holds {'X': .* and y \[n, 1\]"):
+        read(tmp_path, "svhn")
+
+
+def test_whole_labels_of_any_type_are_taken(tmp_path: Path) -> None:
+    folder = write_mats(tmp_path)
+    before = read(tmp_path, "svhn")
+    for part, first, n in (("train", 0, 11), ("test", 11, 4)):
+        labels = np.where(digits(n, first) == 0, 10, digits(n, first))
+        x = coloured(n, 32, first).transpose(1, 2, 3, 0)
+        savemat(folder / f"{part}_32x32.mat", {"y": labels[None].astype(float), "more": "text", "X": x})
+    after = read(tmp_path, "svhn")
+    assert torch.equal(before.labels, after.labels)
+    assert torch.equal(before.images, after.images)
 
 
 def test_ten_is_no_digit_of_synth_digits(tmp_path: Path) -> None:
@@ -388,7 +436,7 @@ def test_pictures_that_are_missing_or_damaged_are_refused_by_name(tmp_path: Path
     with pytest.raises(DataError, match=r"00000002\.png: "):
         read(tmp_path, "mnist-m")
     picture.unlink()
-    with pytest.raises(DataError, match=r"00000002\.png: .*No such file"):
+    with pytest.raises(DataError, match=r"00000002\.png: it cannot be read: No such file or directory\.$"):
         read(tmp_path, "mnist-m")
 
 

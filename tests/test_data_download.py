@@ -40,10 +40,12 @@ class Page:
     cuts: list[int] = field(default_factory=list)  # send so many bytes of each of the first answers, then hang up
     ranges: bool = True
     tag: str | None = '"one"'
+    forgets: bool = False  # to send the tag with a part
     says_length: bool = True
     status: int = 200
     kind: str = "application/octet-stream"
     to: str = ""  # redirect
+    headers: dict[str, str] = field(default_factory=dict)  # more of them, or others
     busy: int = 0  # answer the first requests with 503
     hold: threading.Event | None = None  # the first time, wait for it after half of the file
 
@@ -93,12 +95,14 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
                 self.send_header("Content-Range", f"bytes {start}-{len(page.data) - 1}/{len(page.data)}")
             if status == 416:
                 self.send_header("Content-Range", f"bytes */{len(page.data)}")
-            if page.tag:
+            if page.tag and not (status == 206 and page.forgets):
                 self.send_header("ETag", page.tag)
             body = page.data[start:] if status in (200, 206) and not page.to else b""
             self.send_header("Content-Type", page.kind)
-            if page.says_length:
+            if page.says_length and "Content-Length" not in page.headers:
                 self.send_header("Content-Length", str(len(body)))
+            for name, value in page.headers.items():
+                self.send_header(name, value)
             self.end_headers()
             if page.hold:
                 hold, page.hold = page.hold, None
@@ -289,6 +293,67 @@ def test_nobody_listens(server: Server, tmp_path: Path) -> None:
         fetch(["http://127.0.0.1:9/a.bin"], tmp_path / "a.bin", tries=2, pause=0)
 
 
+def test_where_nothing_can_be_reached_it_gives_up_soon(server: Server, tmp_path: Path) -> None:
+    for address in ("http://127.0.0.1:9/a.bin", "http://nowhere.invalid/a.bin"):
+        with pytest.raises(DataError, match=r"no connection: .* \(2 attempts\)"):
+            fetch([address], tmp_path / "a.bin", pause=0)
+    with pytest.raises(DataError, match=r"503 .*\(5 attempts\)"):
+        fetch([server.put("/a.bin", busy=9)], tmp_path / "a.bin", pause=0)
+
+
+def test_a_server_that_never_gets_further_is_given_up(server: Server, tmp_path: Path) -> None:
+    address = server.put("/a.bin", cuts=[6000, 3000] * 20, ranges=False)
+    with pytest.raises(DataError, match=r"cut off after \d+ of .* \(5 attempts\)"):
+        fetch([address], tmp_path / "a.bin", checksum=md5(DATA), pause=0)
+    assert len(server.seen) == 6
+
+
+@pytest.mark.parametrize("summed", [False, True])
+def test_a_part_that_is_not_said_to_be_of_the_same_file(server: Server, tmp_path: Path, summed: bool) -> None:
+    """Taken only where the checksum tells in the end."""
+    address = server.put("/a.bin", cuts=[1000], forgets=True)
+    fetch([address], tmp_path / "a.bin", checksum=md5(DATA) if summed else None, pause=0)
+    assert server.ranges() == [None, "bytes=1000-"] + ([] if summed else [None])
+    assert (tmp_path / "a.bin").read_bytes() == DATA
+
+
+def test_a_part_that_nobody_asked_for_is_refused(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "a.bin.part").write_bytes(b"of something else")
+    with pytest.raises(DataError, match="answered 206"):
+        fetch([server.put("/a.bin", status=206)], tmp_path / "a.bin", pause=0)
+
+
+def test_a_file_that_is_packed_on_the_way_is_refused(server: Server, tmp_path: Path) -> None:
+    address = server.put("/a.bin", gzip.compress(DATA), headers={"Content-Encoding": "gzip"})
+    with pytest.raises(DataError, match=r"packed once more \(gzip\)"):
+        fetch([address], tmp_path / "a.bin")
+    assert server.seen[0][1]["Accept-Encoding"] == "identity"
+    fetch([address], tmp_path / "a.bin", checksum=md5(gzip.compress(DATA)))  # it was the file's own packing
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"headers": {"Content-Length": "9" * 5000}},
+        {"status": 503, "headers": {"Retry-After": "9" * 5000}},
+        {"cuts": [1000], "headers": {"Content-Range": "bytes 1000-2000/" + "9" * 5000}},
+        {"to": "http://[bad/x"},
+        {"to": "http://127.0.0.1:port/x"},
+        {"to": "http://127.0.0.1:1/\xe9 \x7f"},
+    ],
+)
+def test_headers_that_cannot_be_read(server: Server, tmp_path: Path, how: dict[str, object]) -> None:
+    """An error that says so, or the file."""
+    address = server.put("/a.bin", **how)
+    try:
+        fetch([address], tmp_path / "a.bin", pause=0, tries=2)
+    except DataError as error:
+        assert "could not be downloaded" in str(error)  # noqa: PT017
+        assert not (tmp_path / "a.bin").exists()
+    else:
+        assert (tmp_path / "a.bin").read_bytes() == DATA
+
+
 def test_redirects_are_followed_and_resumed(server: Server, tmp_path: Path) -> None:
     server.put("/real.bin", cuts=[1000])
     fetch([server.put("/a.bin", to="/real.bin")], tmp_path / "a.bin", pause=0)
@@ -409,6 +474,12 @@ def entry(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", size: int = 
     return info
 
 
+def sparse(**headers: str) -> tarfile.TarInfo:
+    info = entry("a/x")
+    info.pax_headers = headers
+    return info
+
+
 def flipped(data: bytes, place: int) -> bytes:
     return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
 
@@ -444,9 +515,11 @@ def test_archives_are_unpacked_once(tmp_path: Path, name: str) -> None:
 def test_what_was_deleted_is_unpacked_again(tmp_path: Path) -> None:
     (tmp_path / "a.zip").write_bytes(zip_of(FILES))
     unpack(tmp_path / "a.zip", tmp_path / "out")
-    (tmp_path / "out" / "c.txt").unlink()
-    assert unpack(tmp_path / "a.zip", tmp_path / "out")
-    assert tree(tmp_path / "out") == FILES
+    for gone in ("c.txt", "top/deep/b.txt"):
+        (tmp_path / "out" / gone).unlink()
+        assert half_unpacked(tmp_path / "a.zip", tmp_path / "out")
+        assert unpack(tmp_path / "a.zip", tmp_path / "out")
+        assert tree(tmp_path / "out") == FILES
 
 
 @pytest.mark.parametrize("kind", ["tar", "zip"])
@@ -490,6 +563,9 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "bz2-broken": (b"BZh9" + bytes(100), "damaged"),
     "zip-cut": (zip_of({"a": NOISE})[:5000], "damaged"),
     "zip-changed": (flipped(zip_of({"a": NOISE}), 4000), "damaged"),
+    "zip-letters": (zip_of({"a/é": b"1"}).replace("é".encode(), b"\xff\xfe"), "damaged"),
+    "tar-sparse": (tar_of({}, sparse(**{"GNU.sparse.size": "abc", "GNU.sparse.map": "q,w"})), "damaged"),
+    "tar-sparse-1.0": (tar_of({}, sparse(**{"GNU.sparse.major": "1", "GNU.sparse.minor": "0"})), "damaged"),
 }
 
 

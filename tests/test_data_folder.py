@@ -127,6 +127,11 @@ def test_options_are_parsed_and_checked() -> None:
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
+def test_a_home_that_nobody_has() -> None:
+    with pytest.raises(ConfigError, match="nobody on this machine has that home"):
+        read(Path("~nobody-has-this-name/sites"))
+
+
 def test_missing_and_empty_paths(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nowhere does not exist; expected PATH/<client>/<class>"):
         read(tmp_path / "nowhere")

@@ -249,6 +249,9 @@ def test_a_damaged_packed_file_is_named(tmp_path: Path) -> None:
     np.savez(path, **whole)
     with pytest.raises(DataError, match=r"1 of 2 images of pacs cannot be read: sketch/elephant/1\.jpg"):
         read("pacs", tmp_path, 8, ("photo", "sketch"))
+    np.savez(path, **{**whole, "path": whole["path"][:1]})
+    with pytest.raises(DataError, match=r"pacs_128\.npz: its path is .*; expected 2 texts"):
+        read("pacs", tmp_path, 8, ("photo", "sketch"))
     path.write_bytes(b"nothing")
     with pytest.raises(DataError, match=r"pacs_128\.npz"):
         read("pacs", tmp_path)
@@ -410,6 +413,9 @@ def test_tiny_imagenet_packed(tmp_path: Path) -> None:
     assert dataset.is_test is not None
     assert dataset.is_test.tolist() == [False] * 4 + [True] * 2
     assert close(levels(dataset), [40, 0, 20, 0, 120, 140])
+    np.savez(path, classes=np.array(sorted(WORDS)), class_words=np.array(words[:2]), **arrays)
+    with pytest.raises(DataError, match=r"tiny_imagenet_subset\.npz: its class_words is .*; expected 3 texts"):
+        read("tiny-imagenet", tmp_path)
 
 
 # --- real data -------------------------------------------------------------------------------------------------------

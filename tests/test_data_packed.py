@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import struct
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +119,14 @@ def test_mosaics_beyond_all_reason_are_refused(tmp_path: Path) -> None:
         ({"train_mosaic": picture_of(tiles(10))[:100]}, r"."),
         ({"train_mosaic": np.zeros(100, dtype=np.uint8)}, r"."),
         ({"train_y": np.array([None] * 10, dtype=object)}, r"allow_pickle"),
+        ({"train_y": np.full(10, np.nan)}, r"its train_y are not whole numbers"),
+        ({"train_y": np.full(10, 1.7)}, r"its train_y are not whole numbers"),
+        ({"train_y": np.full(10, 1 + 0j)}, r"its train_y are not whole numbers"),
+        ({"train_y": np.array(["1"] * 10)}, r"its train_y are not whole numbers"),
+        ({"train_y": np.full(10, True)}, r"its train_y are not whole numbers"),
+        ({"train_y": np.zeros(10, dtype="M8[s]")}, r"its train_y are not whole numbers"),
+        ({"train_y": np.array(3)}, r"its train_y have shape \(\)"),
+        ({"train_y": np.zeros((10, 1), dtype=int)}, r"its train_y have shape \(10, 1\)"),
     ],
 )
 def test_mosaics_that_are_not_what_they_should_be_are_refused_by_name(
@@ -124,6 +134,17 @@ def test_mosaics_that_are_not_what_they_should_be_are_refused_by_name(
 ) -> None:
     path = write(tmp_path / "digits.npz", **change)
     with pytest.raises(DataError, match=rf"digits\.npz: .*{message}"):
+        pixels(path)
+
+
+@pytest.mark.parametrize(
+    "header", [b"{'descr': '|u1', 'fortran_order': False, 'shape': (%d,)}" % 10**15, b"{'descr':(((", b"("]
+)
+def test_headers_that_lie_are_refused_by_name(tmp_path: Path, header: bytes) -> None:
+    path = write(tmp_path / "digits.npz", train_y=None)
+    with zipfile.ZipFile(path, "a") as file:
+        file.writestr("train_y.npy", b"\x93NUMPY\1\0" + struct.pack("<H", len(header) + 1) + header + b"\n" + bytes(10))
+    with pytest.raises(DataError, match=r"digits\.npz: "):
         pixels(path)
 
 
@@ -174,7 +195,9 @@ def test_files_in_an_array_are_read_one_by_one(tmp_path: Path, prefix: str) -> N
 
 
 @pytest.mark.parametrize(
-    "offsets", [[0, 5, 3], [0], [0, 10**9], [-1, 5], [[0, 5]], [0, 5, 5]], ids=lambda offsets: str(offsets)
+    "offsets",
+    [[0, 5, 3], [0], [0, 10**9], [-1, 5], [[0, 5]], [0, 5, 5], [0.0, 5.0], [0.0, np.nan], ["a", "b"], 5],
+    ids=lambda offsets: str(offsets),
 )
 def test_offsets_that_cut_nothing_are_refused(tmp_path: Path, offsets: list[Any]) -> None:
     path = write_jpegs(tmp_path / "office.npz", [jpeg(1)], offsets=np.array(offsets))
@@ -193,3 +216,19 @@ def test_columns_and_pictures_that_are_not_what_they_should_be_are_refused(tmp_p
         packed.column("y", 3)
     with pytest.raises(DataError, match=r"(?i)office\.npz: .*truncated"):
         packed.picture(1, 10)
+
+
+@pytest.mark.parametrize(
+    "files", [np.array(5, np.uint8), np.array(["a"] * 700), np.zeros((9, 9), np.uint8), np.zeros(700)]
+)
+def test_files_that_are_no_bytes_are_refused(tmp_path: Path, files: np.ndarray) -> None:
+    path = write_jpegs(tmp_path / "office.npz", [jpeg(1)], jpeg=files)
+    with pytest.raises(DataError, match=r"office\.npz: its jpeg is .*; expected bytes"):
+        Jpegs(path)
+
+
+@pytest.mark.parametrize("names", [np.array(["a"]), np.array("ab"), np.arange(2), np.array([["a", "b"]])])
+def test_names_that_are_not_one_an_image_are_refused(tmp_path: Path, names: np.ndarray) -> None:
+    packed = Jpegs(write_jpegs(tmp_path / "office.npz", [jpeg(1), jpeg(2)], path=names))
+    with pytest.raises(DataError, match=r"office\.npz: its path is .*; expected 2 texts"):
+        packed.names("path", 2)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import io
 import json
+import os
+import shutil
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -14,9 +17,10 @@ import pytest
 from filelock import FileLock
 from rich.console import Console
 
-from fedprism.data import sources
+from fedprism.config import DataConfig
+from fedprism.data import DATASETS, load, sources
 from fedprism.data.download import CHECKSUM, unpack
-from fedprism.data.sources import NAMES, SOURCES, File, Source, is_there, missing, prepare, sources_of
+from fedprism.data.sources import NAMES, PACKED, SOURCES, File, Source, is_there, missing, prepare, sources_of
 from fedprism.errors import DataError
 from tests.test_data_download import DATA, FILES, Server, md5, server, sha256, tar_of, tree, zip_of
 
@@ -111,7 +115,9 @@ def test_missing_names_only_what_is_missing(tmp_path: Path) -> None:
     assert "usps.bz2" not in text
     (tmp_path / "usps" / "usps.t.bz2").write_bytes(b"")
     assert is_there("usps", tmp_path)
-    assert "usps/usps.bz2" in str(missing("usps", tmp_path))  # the reader knows better
+    text = str(missing("usps", tmp_path))  # the reader knows better
+    assert "usps/usps.bz2" in text
+    assert f"move {tmp_path / 'usps'} away" in text
 
 
 def test_other_forms_count_as_well(tmp_path: Path) -> None:
@@ -233,10 +239,40 @@ def test_a_damaged_unverified_archive_is_not_held_on_to(
     put(monkeypatch, "pacs", file)
     with pytest.raises(DataError, match="damaged"):
         run("pacs", tmp_path)
+    assert tree(tmp_path / "pacs") == {}  # nobody else would remove it
     server.put("/a", whole)
-    (tmp_path / "pacs" / "a.tar").unlink()
     assert "a.tar: unpacked" in run("pacs", tmp_path)
     assert is_there("pacs", tmp_path)
+
+
+def test_what_was_recorded_before_is_held_on_to(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the archive cannot be unpacked, or turns out to be another."""
+    file = File("a.tar", server.put("/a", tar_of(FILES)), address_from="a page", unpack=True, gives=(("top",),))
+    put(monkeypatch, "pacs", file)
+    run("pacs", tmp_path)
+    before = (tmp_path / "checksums.json").read_text()
+    shutil.rmtree(tmp_path / "pacs" / "top")
+    (tmp_path / "pacs" / ".a.tar.unpacked.json").unlink()
+    with pytest.raises(DataError, match=r"c\.txt is in the way"):
+        run("pacs", tmp_path)
+    assert (tmp_path / "checksums.json").read_text() == before
+    (tmp_path / "pacs" / "a.tar").write_bytes(b"another")
+    with pytest.raises(DataError, match="is not the published file"):
+        run("pacs", tmp_path)
+    assert (tmp_path / "checksums.json").read_text() == before
+
+
+def test_a_damaged_archive_that_was_put_there_is_left_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(monkeypatch, "pacs", File("a.tar", "http://127.0.0.1:9/", address_from="x", unpack=True, gives=(("top",),)))
+    (tmp_path / "pacs").mkdir()
+    (tmp_path / "pacs" / "a.tar").write_bytes(tar_of(FILES)[:600])
+    with pytest.raises(DataError, match=r"damaged: .* Remove it first\."):
+        run("pacs", tmp_path)
+    assert (tmp_path / "pacs" / "a.tar").exists()
+    (tmp_path / "pacs" / "a.tar").write_bytes(tar_of(FILES))
+    assert "a.tar: unpacked" in run("pacs", tmp_path)
 
 
 def test_files_put_there_by_hand_are_checked_once(
@@ -280,6 +316,82 @@ def test_an_archive_with_another_layout_is_said(
     for _ in range(2):
         with pytest.raises(DataError, match="but top is not in"):
             run("mnist", tmp_path)
+
+
+def test_what_was_deleted_is_unpacked_again(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = tar_of(FILES)
+    file = File("a.tar", server.put("/a", data), md5(data), None, "x", unpack=True, gives=(("top",),))
+    put(monkeypatch, "mnist", file)
+    run("mnist", tmp_path)
+    shutil.rmtree(tmp_path / "mnist" / "top" / "deep")
+    assert "already" not in run("mnist", tmp_path)
+    assert tree(tmp_path / "mnist") == {"a.tar": data, **FILES}
+    assert len(server.seen) == 1
+
+
+def test_what_a_kill_leaves_is_neither_read_nor_kept(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tar_of(FILES)
+    gives = (("a.txt", "*/a.txt"), ("c.txt", "*/c.txt"))
+    put(monkeypatch, "mnist", File("a.tar", server.put("/a", data), md5(data), None, "x", unpack=True, gives=gives))
+    half = tmp_path / "mnist" / ".unpacking-a.tar"
+    half.mkdir(parents=True)
+    for name in ("a.txt", "c.txt"):
+        (half / name).write_bytes(b"half")
+    assert not is_there("mnist", tmp_path)
+    assert "a.tar: unpacked" in run("mnist", tmp_path)
+    assert not half.exists()
+    half.mkdir()
+    run("mnist", tmp_path)  # all is there
+    assert not half.exists()
+    assert tree(tmp_path / "mnist") == {"a.tar": data, **FILES}
+
+
+def test_a_compact_form_needs_no_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(monkeypatch, "agnews", File("train.csv", "http://127.0.0.1:9/", address_from="x"))
+    (tmp_path / "agnews_train.csv.gz").write_bytes(b"")
+    assert not is_there("agnews", tmp_path)
+    with pytest.raises(DataError, match="could not be downloaded"):
+        run("agnews", tmp_path)
+    (tmp_path / "agnews_test.csv.gz").write_bytes(b"")
+    assert is_there("agnews", tmp_path)
+    text = run("agnews", tmp_path)
+    assert "the compact form is there, so nothing is downloaded" in text
+    assert str(tmp_path / "agnews_test.csv.gz") in text
+    for name, files in PACKED.items():
+        for file in files:
+            (tmp_path / file).write_bytes(b"")
+        assert is_there(name, tmp_path)
+    text = str(missing("digits-five", tmp_path))  # of five only one is missing
+    assert "synth_train_32x32.mat" in text
+    assert "mnist" not in text
+
+
+def test_without_a_network_all_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "fetch", partial(sources.fetch, pause=0))
+    files = [File(name, f"http://127.0.0.1:9/{name}", sha256(DATA), None, "a list") for name in ("one", "two", "three")]
+    put(monkeypatch, "mnist", *files)
+    with pytest.raises(DataError, match="no connection") as error:
+        run("mnist", tmp_path)
+    for file in files:
+        assert str(tmp_path / "mnist" / file.name) in str(error.value)
+        assert file.address in str(error.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_paths_that_become_too_long_are_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As everything else that the system refuses to look at."""
+    monkeypatch.setenv("FEDPRISM_CACHE", str(tmp_path / "cache"))
+    limit = os.pathconf("/", "PC_PATH_MAX")
+    root = "/" + "nothing/" * (limit // 8 - 1)
+    root += "x" * (limit - 2 - len(root))
+    for use in (is_there, prepare, missing):
+        with pytest.raises(DataError, match=r"cannot be (read|used): File name too long"):
+            use(name, Path(root))
+    if name in DATASETS:
+        with pytest.raises(DataError, match="cannot be read: File name too long"):
+            load(DataConfig(name=name, root=root), 0)
 
 
 def test_an_interrupted_move_is_repaired(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

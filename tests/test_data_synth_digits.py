@@ -155,8 +155,9 @@ def test_options_and_side() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(ConfigError, match="train is 0; expected 1 or more"):
-        load(DataConfig(name="synth-digits-like?train=0"), 0)
+    for wrong in (0, 10**20):
+        with pytest.raises(ConfigError, match=f"train is {wrong}; expected 1 to 10,000,000"):
+            load(DataConfig(name=f"synth-digits-like?train={wrong}"), 0)
     with pytest.raises(DataError, match="expected 16 to 256"):
         load(DataConfig(name="synth-digits-like", image_size=8), 0)
     with pytest.raises(DataError, match="expected 16 to 256"):

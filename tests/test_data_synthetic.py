@@ -258,11 +258,20 @@ def test_impossible_sides_are_refused(side: int) -> None:
         make("", image_size=side)
 
 
-def test_more_than_the_machine_has_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("options", "side", "gib"),
+    [
+        ("clients=1000,samples=1000000,channels=1000", 512, "244,1"),
+        ("clients=10000000000,samples=4,channels=1", 4, ""),
+        ("clients=1,samples=4,channels=10000000,feature_skew=1", 4, ""),
+        ("clients=1,samples=4,classes=10000000000", 4, ""),
+    ],
+)
+def test_more_than_the_machine_has_is_refused(options: str, side: int, gib: str) -> None:
     if not hasattr(os, "sysconf"):
         pytest.skip("this system does not say how much memory it has")
-    with pytest.raises(DataError, match=r"need 244,140,625\.0 GiB, and this machine has"):
-        make("clients=1000,samples=1000000,channels=1000", image_size=512)
+    with pytest.raises(DataError, match=rf"need {gib}[\d,.]+ GiB, and this machine has"):
+        make(options, image_size=side)
 
 
 def test_unknown_clients_are_refused() -> None:

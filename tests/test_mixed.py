@@ -194,6 +194,16 @@ def test_a_begun_run_goes_on_with_its_sites(sites: Path, tmp_path: Path) -> None
     assert fp.resume(tmp_path / "runs" / "local-0").status == "finished"
 
 
+def test_models_of_some_sites_and_of_other_partitions(sites: Path) -> None:
+    some = list(OWN_MAP)[1::-1]
+    config = folder_config(sites, data={"name": f"folder:{sites}", "domains": some})
+    assert list(api.resolve(config).model.per_client.items()) == [(site, OWN_MAP[site]) for site in some]
+    (sites / some[0] / "model.yaml").unlink()
+    dirichlet = folder_config(sites, data={"name": f"folder:{sites}", "partition": "dirichlet"})
+    with pytest.raises(ConfigError, match=r"data\.partition is 'dirichlet'; take domain"):
+        api.resolve(dirichlet)
+
+
 def test_a_site_that_is_dealt_to_several_clients_gives_them_its_model(sites: Path) -> None:
     config = folder_config(sites, data={"name": f"folder:{sites}", "partition": {"name": "domain", "clients": 6}})
     given = api.resolve(config).model.per_client

@@ -19,18 +19,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedprism.config import DataConfig, positive, setting
+from fedprism.config import DataConfig, setting
 from fedprism.data import text
 from fedprism.data.base import DATASETS, WITH_OPTIONS, Dataset, options
 from fedprism.data.cache import Arrays, Store, converted
 from fedprism.data.places import root_of
-from fedprism.data.sources import missing
+from fedprism.data.sources import looking, missing
 from fedprism.errors import ConfigError, DataError
 
 NAME = "agnews"
 CLASSES = ("World", "Sports", "Business", "Sci-Tech")  # published as Sci/Tech, which cannot be a file's name
 PARTS = ("train", "test")
 TEST_SHARE = 0.25  # FedCP's, where train and test are merged
+LONGEST = 10_000  # tokens of a text that may be asked for; the longest texts have a few hundred
 VERSION = 1  # of the conversion
 
 WITH_OPTIONS.add(NAME)
@@ -38,7 +39,9 @@ WITH_OPTIONS.add(NAME)
 
 @dataclass(frozen=True)
 class Options:
-    length: int = setting(200, "tokens of a text; longer ones are cut", positive, "1 or more")
+    length: int = setting(
+        200, "tokens of a text; longer ones are cut", lambda v: 1 <= v <= LONGEST, f"1 to {LONGEST:,}"
+    )
     words: int | None = setting(
         98_635,
         "at most so many tokens, padding and the unknown word among them; null: every word of the training texts",
@@ -77,6 +80,7 @@ def encode(texts: Sequence[str], config: DataConfig) -> NDArray[np.int32]:
     return text.encode(texts, _arrays(config).facts["words"], options(config, Options).length)
 
 
+@looking()
 def _arrays(config: DataConfig) -> Arrays:
     chosen, files = options(config, Options), _files(root_of(config))
 
@@ -133,7 +137,7 @@ def _content(path: Path) -> str:
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {error}.") from None
     try:
-        return raw.decode("utf-8")
+        return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise DataError(f"{path}, line {line}: not UTF-8 ({error.reason}); save the file as UTF-8.") from None

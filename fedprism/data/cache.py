@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
+import tokenize
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -24,6 +26,7 @@ from filelock import FileLock
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
+from fedprism.data.pictures import DAMAGED
 from fedprism.data.places import CACHE, cache_home
 from fedprism.data.progress import progress
 from fedprism.errors import DataError
@@ -62,7 +65,7 @@ class Store:
                 header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False}
                 np.lib.format.write_array_header_1_0(file, {**header, "shape": tuple(int(size) for size in shape)})
                 file.flush()
-                _reserve(file.fileno(), file.tell(), int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize)
+                _reserve(file.fileno(), file.tell(), math.prod(map(int, shape)) * np.dtype(dtype).itemsize)
             self._inputs = np.load(path, mmap_mode="r+", allow_pickle=False)
         return self._inputs
 
@@ -162,7 +165,7 @@ def _read(folder: Path) -> Arrays | None:
         with np.load(folder / COLUMNS, allow_pickle=False) as columns:
             tensors = {key: torch.from_numpy(columns[key]) for key in columns.files}
         return Arrays(torch.from_numpy(inputs), tensors, held["facts"])
-    except (OSError, ValueError, LookupError, TypeError, EOFError, zipfile.BadZipFile):
+    except (*DAMAGED, zipfile.BadZipFile, tokenize.TokenError, MemoryError):
         return None
 
 

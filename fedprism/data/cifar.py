@@ -27,7 +27,7 @@ from fedprism.data.cache import Arrays, Store, converted
 from fedprism.data.packed import mosaic
 from fedprism.data.parts import Part, Pixels, checked, cut, damaged, fill, reading
 from fedprism.data.places import root_of
-from fedprism.data.sources import missing
+from fedprism.data.sources import looking, missing
 
 VERSION = 1
 SIDE = 32
@@ -119,6 +119,7 @@ COLUMNS = {
 }
 
 
+@looking()
 def _arrays(name: str, root: Path, size: int) -> Arrays:
     """The images at the size that is asked for, converted from whichever form is there."""
     columns, packed = COLUMNS[name], root / f"{name}.npz"
@@ -160,10 +161,12 @@ def _packed(path: Path, columns: Sequence[Column]) -> list[Part]:
 
 def _binary(path: Path, columns: Sequence[Column], is_test: bool) -> Part:
     """Records of a byte a label, then the red, green and blue pixels."""
-    record, size = len(columns) + PIXELS, path.stat().st_size
-    if not size or size % record:
-        raise damaged(path, f"it has {size} bytes; expected a multiple of {record}")
-    records = np.memmap(path, dtype=np.uint8, mode="r", shape=(size // record, record))
+    record = len(columns) + PIXELS
+    with reading(path):
+        size = path.stat().st_size
+        if not size or size % record:
+            raise damaged(path, f"it has {size} bytes; expected a multiple of {record}")
+        records = np.memmap(path, dtype=np.uint8, mode="r", shape=(size // record, record))
     labels = {
         column.name: checked(path, column.pickled, records[:, place], 0, column.values - 1)
         for place, column in enumerate(columns)
@@ -202,7 +205,7 @@ def _pickled(path: Path, columns: Sequence[Column], is_test: bool) -> Part:
     return Part(labels, is_test, lambda: _planes(rows))
 
 
-class _Plain(pickle.Unpickler):
+class _Plain(pickle._Unpickler):  # in Python: the one in C takes as much memory as a file claims to need
     """Takes plain values and arrays; whatever else a file names is refused, and numpy's own unpickling is not used."""
 
     def find_class(self, module: str, name: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import math
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,12 +14,24 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
+from fedprism.data.matfile import variables
 from fedprism.data.parts import PIECE, Part, Pixels, checked, cut, damaged, reading
 from fedprism.data.pictures import read_picture
 
 UBYTE = 8  # IDX's number for unsigned bytes
+MOST, LARGEST = 10_000_000, 256  # images of a file, and pixels a side: what a header may claim before memory is taken
+
+
+def _most(path: Path, count: int) -> int:
+    if count > MOST:
+        raise damaged(path, f"it says that it has {count} labels; at most {MOST:,} are read")
+    return count
+
+
+def _check_side(path: Path, high: int, wide: int) -> None:
+    if not (1 <= high <= LARGEST and 1 <= wide <= LARGEST):
+        raise damaged(path, f"its images are {high} x {wide} pixels; 1 to {LARGEST} a side are read")
 
 
 # --- IDX -------------------------------------------------------------------------------------------------------------
@@ -27,12 +40,14 @@ UBYTE = 8  # IDX's number for unsigned bytes
 def idx(images: Path, labels: Path, is_test: bool) -> Part:
     """Images and labels of MNIST's kind, packed with gzip or not; labels 0 to 9."""
     with reading(labels), _idx(labels, 1) as (file, shape):
-        digits = np.frombuffer(file.read(), dtype=np.uint8)
+        digits = np.frombuffer(file.read(_most(labels, shape[0]) + 1), dtype=np.uint8)
         if len(digits) != shape[0]:
-            raise damaged(labels, f"it holds {len(digits)} labels and says that it has {shape[0]}")
+            more = "more" if len(digits) > shape[0] else str(len(digits))
+            raise damaged(labels, f"it holds {more} labels and says that it has {shape[0]}")
     with reading(images), _idx(images, 3) as (_, shape):
         if shape[0] != len(digits):
             raise damaged(images, f"it has {shape[0]} images, but {labels.name} has {len(digits)} labels")
+        _check_side(images, *shape[1:])
     return Part({"labels": checked(labels, "labels", digits, 0, 9)}, is_test, partial(_idx_pixels, images))
 
 
@@ -63,31 +78,35 @@ def _idx(path: Path, dimensions: int) -> Iterator[tuple[IO[bytes], tuple[int, ..
 
 def mat(path: Path, low: int, high: int, is_test: bool) -> Part:
     """`X` [height, width, 3, n] and `y` [n, 1] of SVHN's kind; labels `low` to `high`, of which 10 is the digit 0."""
-    from scipy.io import whosmat
-    from scipy.io.matlab import MatReadError
-
-    with reading(path, MatReadError):
-        shapes = {name: shape for name, shape, _ in whosmat(path)}
+    shapes, labels = {}, np.empty(0)
+    with reading(path):
+        for variable in variables(path):
+            if variable.name in shapes:
+                raise damaged(path, f"it holds {variable.name!r} twice")
+            shapes[variable.name] = variable.shape
+            if variable.name == "y":
+                labels = variable.values(_most(path, math.prod(variable.shape)))
+                variable.end()
+            if variable.name == "X" and variable.dtype != np.uint8:
+                raise damaged(path, f"its X holds {variable.dtype}; expected uint8")
     x, y = shapes.get("X", ()), shapes.get("y", ())
     if len(x) != 4 or x[2] != 3 or min(x) < 1 or sorted(y) != sorted((1, x[3])):
-        raise damaged(path, f"it holds {shapes or 'nothing'}; expected X [height, width, 3, n] and y [n, 1]")
-    labels = checked(path, "labels", _variable(path, "y").reshape(-1), low, high) % 10
-    return Part({"labels": labels}, is_test, partial(_mat_pixels, path))
+        raise damaged(path, f"it holds {shapes or 'no numbers'}; expected X [height, width, 3, n] and y [n, 1]")
+    _check_side(path, *x[:2])
+    return Part({"labels": checked(path, "labels", labels, low, high) % 10}, is_test, partial(_mat_pixels, path))
 
 
 def _mat_pixels(path: Path) -> Iterator[Pixels]:
-    pixels = _variable(path, "X")
-    if pixels.dtype != np.uint8:
-        raise damaged(path, f"its X holds {pixels.dtype}; expected uint8")
-    yield from cut(pixels.transpose(3, 0, 1, 2))
-
-
-def _variable(path: Path, name: str) -> NDArray[Any]:
-    from scipy.io import loadmat
-    from scipy.io.matlab import MatReadError
-
-    with reading(path, MatReadError):
-        return np.asarray(loadmat(path, variable_names=[name])[name])
+    """Column-major, with the number of the image last: image after image, colour after colour, column after column."""
+    with reading(path):
+        for variable in variables(path):
+            if variable.name == "X":
+                high, wide, colours, count = variable.shape
+                for start in range(0, count, PIECE):
+                    n = min(PIECE, count - start)
+                    values = variable.values(n * colours * wide * high).astype(np.uint8, casting="safe", copy=False)
+                    yield values.reshape(n, colours, wide, high).transpose(0, 3, 2, 1)
+                variable.end()
 
 
 # --- LIBSVM's text ---------------------------------------------------------------------------------------------------
@@ -104,9 +123,7 @@ def libsvm(path: Path, is_test: bool) -> Part:
     values = values.toarray()
     if len(values) and not np.abs(values).max() <= 1:
         raise damaged(path, f"its values lie between {values.min():g} and {values.max():g}; expected -1 to 1")
-    if (labels % 1 != 0).any():
-        raise damaged(path, "its labels are not whole numbers")
-    digits = checked(path, "labels", labels.astype(np.int64), 1, 10) - 1
+    digits = checked(path, "labels", labels, 1, 10) - 1
     pixels = ((values + 1) * 127.5).round().astype(np.uint8).reshape(-1, USPS_SIDE, USPS_SIDE)
     return Part({"labels": digits}, is_test, lambda: cut(pixels))
 

@@ -27,7 +27,7 @@ from fedprism.data.digit_files import idx, libsvm, listed, mat
 from fedprism.data.packed import mosaic
 from fedprism.data.parts import Part, cut, fill
 from fedprism.data.places import root_of
-from fedprism.data.sources import missing
+from fedprism.data.sources import looking, missing, visible
 from fedprism.errors import DataError
 
 VERSION = 1
@@ -79,6 +79,7 @@ class Found(NamedTuple):
     read: Callable[[], Sequence[Part]]
 
 
+@looking()
 def _arrays(name: str, domains: Sequence[str], root: Path, size: int, channels: int) -> Arrays:
     """The chosen domains after one another in one cache: joined only when they are used, they would be there twice."""
     files_of = {domain: _found(domain, root, size) for domain in domains}
@@ -154,7 +155,7 @@ def _usps(folder: Path, size: int) -> Found | None:
 def _synth(folder: Path, size: int) -> Found | None:
     """The archive may have put them into a folder of its own."""
     names = ("synth_train_32x32.mat", "synth_test_32x32.mat")
-    train, test = (_first(folder / name, *folder.glob(f"*/{name}")) for name in names)
+    train, test = (_first(folder / name, *visible(folder, f"*/{name}")) for name in names)
     return _if_there([train, test], lambda: [mat(train, 0, 9, False), mat(test, 0, 9, True)])
 
 

@@ -18,6 +18,7 @@ import re
 import shutil
 import ssl
 import stat
+import struct
 import tarfile
 import time
 import unicodedata
@@ -43,12 +44,14 @@ Report = Callable[[int, int | None], None]  # called with the bytes so far and t
 BLOCK = 1 << 18
 TIMEOUT = 30.0  # seconds without a byte before a connection counts as broken
 TRIES = 5  # attempts in a row that bring nothing
+QUICK_TRIES = 2  # the same, where no connection could be made at all
 LONGEST_WAIT = 60.0  # seconds between two attempts
-MOST_BYTES = 64 << 30  # a download without a known size, and an unpacked archive, may be this large
+MOST_BYTES = 2 << 30  # a download without a known size, and an unpacked archive, may be this large
 MOST_FILES = 500_000  # an archive may hold this many
 HEADER = 64 << 20  # more than this is never read from an archive in one piece
 CHECKSUM = re.compile(r"md5:[0-9a-f]{32}|sha256:[0-9a-f]{64}")
 AGENT = "fedprism (dataset download)"
+UNPACKING = ".unpacking-"  # begins the name of a folder that is not whole yet
 
 
 def silent(done: int, total: int | None) -> None:
@@ -132,13 +135,21 @@ def _sync_folder(path: Path) -> None:
 class _Broken(Exception):
     """An attempt that may work when tried again."""
 
-    def __init__(self, why: str, wait: float = 0.0) -> None:
+    def __init__(self, why: str, wait: float = 0.0, connected: bool = True) -> None:
         super().__init__(why)
-        self.wait = wait
+        self.wait, self.connected = wait, connected
 
 
 class _Refused(Exception):
     """This address cannot give the file."""
+
+
+class NotFetched(DataError):
+    """No address gives the file."""
+
+
+class BadArchive(DataError):
+    """An archive that is damaged or means harm."""
 
 
 def fetch(
@@ -148,11 +159,13 @@ def fetch(
     checksum: str | None = None,
     origin: str = "published",
     size: int | None = None,
+    most: int = MOST_BYTES,
     report: Report = silent,
     tries: int = TRIES,
     pause: float = 1.0,
 ) -> str:
     """Download `path` from the first address that gives it and return that address; `origin` says whose `checksum`.
+    Where no `size` is known, `most` bytes are too many.
 
     What has arrived when a connection breaks is kept and resumed, also by a later call. An existing file at `path` is
     replaced only by one with the right checksum.
@@ -170,7 +183,7 @@ def fetch(
         path.parent.mkdir(parents=True, exist_ok=True)
         for address in addresses:
             try:
-                _from(address, part, checksum is not None, size, report, tries, pause)
+                _from(address, part, checksum is not None, size, most, report, tries, pause)
                 _verify(part, checksum, origin, size, report)
             except _Refused as error:
                 problems.append(f"  {address}: {error}")
@@ -178,7 +191,7 @@ def fetch(
             part.publish()
             return address
     kept = " What has arrived is kept and resumed." if part.length() else ""
-    raise DataError(
+    raise NotFetched(
         "\n".join((f"{path.name} could not be downloaded:", *problems))
         + f"\nTry again later.{kept} Or fetch the file by other means and put it there: {path}"
     )
@@ -232,21 +245,25 @@ class _Part:
         _sync_folder(self.path.parent)
 
 
-def _from(address: str, part: _Part, checked: bool, size: int | None, report: Report, tries: int, pause: float) -> None:
-    """Attempt until all is there, the address refuses, or `tries` attempts in a row brought nothing."""
-    fruitless = 0
+def _from(
+    address: str, part: _Part, checked: bool, size: int | None, most: int, report: Report, tries: int, pause: float
+) -> None:
+    """Attempt until all is there, the address refuses, or `tries` attempts in a row brought nothing new."""
+    fruitless, begun = 0, part.length()
+    reached = begun
     while True:
-        before = part.length()
         try:
-            return _attempt(address, part, checked, size, report)
+            return _attempt(address, part, checked, size, most, report)
         except _Broken as error:
-            fruitless = 0 if part.length() > before else fruitless + 1
-            if fruitless >= tries:
-                raise _Refused(f"{error} ({tries} attempts)") from None
+            fruitless = 0 if part.length() > reached else fruitless + 1
+            reached = max(reached, part.length())
+            offline = not error.connected and reached == begun
+            if fruitless >= (min(tries, QUICK_TRIES) if offline else tries):
+                raise _Refused(f"{error} ({fruitless} attempts)") from None
             time.sleep(min(LONGEST_WAIT, max(error.wait, pause * 2 ** max(0, fruitless - 1))))
 
 
-def _attempt(address: str, part: _Part, checked: bool, size: int | None, report: Report) -> None:
+def _attempt(address: str, part: _Part, checked: bool, size: int | None, most: int, report: Report) -> None:
     """One request: all that is missing arrives, or `_Broken` or `_Refused` says why not."""
     said = part.said()
     tag, date = said.get("etag"), said.get("modified")
@@ -263,14 +280,19 @@ def _attempt(address: str, part: _Part, checked: bool, size: int | None, report:
         if response is None:
             return
         total = _number(response.headers.get("Content-Length"))
-        if response.status == 206:
+        if response.status == 206 and start:
             first, total = _range(response.headers.get("Content-Range", ""))
-            moved = said.get("total") not in (None, total) or (tag and response.headers.get("ETag", tag) != tag)
-            if first != start or moved:
+            now = {"etag": response.headers.get("ETag"), "modified": response.headers.get("Last-Modified")}
+            moved = any(value and said.get(key) not in (None, value) for key, value in now.items())
+            unsure = not checked and strong not in now.values()
+            if first != start or moved or unsure or said.get("total") not in (None, total):
                 part.drop()
                 raise _Broken("the server answered with a part of another file")
         elif response.status != 200:
             raise _Refused(f"the server answered {response.status} {response.reason}")
+        coding = response.headers.get("Content-Encoding", "identity")
+        if coding != "identity" and not checked:  # with a checksum, what arrives is either the file or not
+            raise _Refused(f"the server sends the file packed once more ({coding})")
         if response.headers.get_content_type() == "text/html" and part.path.suffix not in (".html", ".htm"):
             raise _Refused("the server answered with a web page instead of the file; open the address in a browser")
         if size is not None and total is not None and total != size:
@@ -280,7 +302,7 @@ def _attempt(address: str, part: _Part, checked: bool, size: int | None, report:
             start = 0
             part.begin(address, response.headers, total)
         _room(part.path.parent, (total or size or 0) - start, part.path.name)
-        got = _receive(response, part, start, total, size or MOST_BYTES, report)
+        got = _receive(response, part, start, total, size or most, report)
     if total is not None and got < total:
         raise _Broken(f"the connection was cut off after {got} of {total} bytes")
 
@@ -309,7 +331,9 @@ def _opened(
         reason = getattr(error, "reason", None) or error
         if isinstance(reason, ssl.SSLCertVerificationError):
             raise _Refused(f"the server's certificate is not trusted: {reason}") from None
-        raise _Broken(f"no connection: {reason}") from None
+        raise _Broken(f"no connection: {reason}", connected=not isinstance(error, urllib.error.URLError)) from None
+    except ValueError as error:
+        raise _Refused(f"it redirects to an address that cannot be read ({error})") from None
     with response:
         yield response
 
@@ -369,7 +393,7 @@ def _room(folder: Path, need: int, name: str) -> None:
 
 
 def _number(text: str | None) -> int | None:
-    return int(text) if text and text.strip().isdecimal() else None
+    return int(text) if text and re.fullmatch(r"\s*\d{1,18}\s*", text) else None
 
 
 def _range(text: str) -> tuple[int | None, int | None]:
@@ -424,6 +448,12 @@ class Checksums:
 
 # --- unpacking --------------------------------------------------------------------------------------------------------
 
+# What the readers of archives raise on damaged or hostile ones, beside OSError.
+DAMAGED = (
+    *(tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error),
+    *(EOFError, ValueError, LookupError, ArithmeticError, RuntimeError),
+)
+
 
 class _Member(NamedTuple):
     """A file or folder in an archive."""
@@ -450,9 +480,9 @@ def unpack(
     """
     done = folder / f".{archive.name}.unpacked.json"
     note = _unpacked(done)
-    if note.get("done") and note["keep"] == list(keep) and all((folder / top).exists() for top in note["tops"]):
+    if note and note["keep"] == list(keep) and not half_unpacked(archive, folder):
         return False
-    temporary = folder / f".unpacking-{archive.name}"
+    temporary = folder / f"{UNPACKING}{archive.name}"
     with writing(f"{archive} could not be unpacked into {folder}"):
         if temporary.exists():  # left by a process that was killed
             shutil.rmtree(temporary)
@@ -466,22 +496,36 @@ def unpack(
                         f"{folder / top} is in the way: {archive.name} holds it too, but it was not unpacked from "
                         "there. Move it away and try again."
                     )
+            note = {"tops": tops, "keep": list(keep), "files": _files_in(temporary, tops)}
             if hasattr(os, "sync"):  # one call for what may be 100 000 files
                 os.sync()
-            write_json(done, {"done": False, "tops": tops, "keep": list(keep)})
+            write_json(done, {**note, "done": False})
             for top in tops:
                 if os.path.lexists(folder / top):
                     os.rename(folder / top, temporary / f".old-{top}")
                 os.rename(temporary / top, folder / top)
-            write_json(done, {"done": True, "tops": tops, "keep": list(keep)})
+            write_json(done, {**note, "done": True})
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     return True
 
 
 def half_unpacked(archive: Path, folder: Path) -> bool:
-    """Was moving an archive's files to their places interrupted?"""
-    return _unpacked(folder / f".{archive.name}.unpacked.json").get("done") is False
+    """Was an archive unpacked here, and was that interrupted, or are some of its files gone since?"""
+    note = _unpacked(folder / f".{archive.name}.unpacked.json")
+    return bool(note) and not (note["done"] and _files_in(folder, note["tops"]) >= note["files"])
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Of an unpacking that was killed; nobody else may unpack there now."""
+    with writing(f"{folder} could not be tidied up"):
+        for left in folder.glob(f"{UNPACKING}*"):
+            shutil.rmtree(left)
+
+
+def _files_in(folder: Path, tops: Sequence[str]) -> int:
+    within = sum(len(files) for top in tops for _, _, files in os.walk(folder / top))
+    return within + sum((folder / top).is_file() for top in tops)
 
 
 def _unpacked(path: Path) -> dict[str, Any]:
@@ -489,7 +533,7 @@ def _unpacked(path: Path) -> dict[str, Any]:
         note = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return note if isinstance(note, dict) and {"done", "tops", "keep"} <= note.keys() else {}
+    return note if isinstance(note, dict) and {"done", "tops", "keep", "files"} <= note.keys() else {}
 
 
 def _extract(
@@ -503,7 +547,7 @@ def _extract(
             files, done = files + 1, done + member.size
             if files > most_files or done > most_bytes:
                 most = f"{most_files} files" if files > most_files else f"{most_bytes} bytes"
-                raise DataError(f"{archive} holds more than {most} when unpacked, more than this dataset can have.")
+                raise BadArchive(f"{archive} holds more than {most} when unpacked, more than this dataset can have.")
             name = "/".join(parts)
             hidden = not parts or any(part.startswith(".") or part == "__MACOSX" for part in parts)
             if hidden or member.is_folder or (keep and not any(fnmatchcase(name, pattern) for pattern in keep)):
@@ -515,12 +559,10 @@ def _extract(
             if place.stat().st_size != member.size:
                 raise EOFError(f"{name} is shorter than it should be")
             report(done, None)
-    except (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, NotImplementedError) as error:
-        raise DataError(f"{archive} is damaged: {error}. Delete it and download it again.") from None
-    except OSError as error:
-        if error.errno is not None:
+    except (OSError, *DAMAGED) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # without: gzip's and bz2's
             raise
-        raise DataError(f"{archive} is damaged: {error}. Delete it and download it again.") from None  # gzip and bz2
+        raise BadArchive(f"{archive} is damaged: {error}. It must be downloaded again.") from None
 
 
 class _Names:
@@ -552,7 +594,9 @@ class _Names:
             elif known and not is_folder:
                 wrong = wrong or "is there twice"
         if wrong:
-            raise DataError(f"{self.archive}: {name[:200]!r} {wrong}. Nothing was unpacked; do not trust this archive.")
+            raise BadArchive(
+                f"{self.archive}: {name[:200]!r} {wrong}. Nothing was unpacked; do not trust this archive."
+            )
         return parts
 
 
@@ -568,7 +612,7 @@ def _members(archive: Path, target: Path) -> Iterator[_Member]:
     openers = [opener for magic, opener in _TARS.items() if head.startswith(magic)]
     if not openers and head[257:262] != b"ustar":
         page = " It looks like a web page." if head.lstrip().lower().startswith((b"<!doctype", b"<html")) else ""
-        raise DataError(f"{archive} is neither a tar nor a zip archive.{page} Delete it and download it again.")
+        raise BadArchive(f"{archive} is neither a tar nor a zip archive.{page} It must be downloaded again.")
     with openers[0](archive) if openers else archive.open("rb") as stream:
         yield from _tar_members(archive, stream, target)
 
@@ -607,7 +651,7 @@ def _zip_members(archive: Path) -> Iterator[_Member]:
             if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
                 raise _strange(archive, info.filename, "a link" if kind == stat.S_IFLNK else "a device or pipe")
             if info.flag_bits & 1:
-                raise DataError(f"{archive}: {info.filename[:200]!r} is encrypted.")
+                raise BadArchive(f"{archive}: {info.filename[:200]!r} is encrypted.")
 
             def opened(info: zipfile.ZipInfo = info) -> IO[bytes]:
                 return file.open(info)
@@ -615,5 +659,5 @@ def _zip_members(archive: Path) -> Iterator[_Member]:
             yield _Member(info.orig_filename, info.file_size, info.is_dir(), opened)
 
 
-def _strange(archive: Path, name: str, kind: str) -> DataError:
-    return DataError(f"{archive}: {name[:200]!r} is {kind}. Nothing was unpacked; do not trust this archive.")
+def _strange(archive: Path, name: str, kind: str) -> BadArchive:
+    return BadArchive(f"{archive}: {name[:200]!r} is {kind}. Nothing was unpacked; do not trust this archive.")

@@ -30,7 +30,7 @@ from fedprism.config import DataConfig, setting, structure
 from fedprism.data.base import DATASETS, Dataset, check_names, side
 from fedprism.data.pictures import DAMAGED, SUFFIXES, read_picture, reason
 from fedprism.data.progress import progress
-from fedprism.errors import DataError, some
+from fedprism.errors import ConfigError, DataError, some
 
 TEST_SHARE = 0.2
 SIDE = 16  # pixels, unless data.image_size says otherwise
@@ -84,7 +84,10 @@ def parse(name: str, base: str | None = None) -> tuple[Path, Options]:
     if not path:
         raise DataError(f"dataset {name!r} names no folder; write folder:PATH, such as folder:data/sites.")
     pairs = {key.strip(): value.strip() for key, _, value in (part.partition("=") for part in tail.split(",") if part)}
-    root = Path(base or "").expanduser() / Path(path).expanduser()
+    try:
+        root = Path(base or "").expanduser() / Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{path!r}, below {base!r}: nobody on this machine has that home; write the path.") from None
     return root, structure(pairs, Options, f"the options of {name!r}")
 
 

@@ -32,7 +32,7 @@ from fedprism.data.packed import Jpegs
 from fedprism.data.parts import damaged, reading
 from fedprism.data.pictures import DAMAGED, SUFFIXES, read_picture, reason
 from fedprism.data.places import root_of
-from fedprism.data.sources import missing
+from fedprism.data.sources import looking, missing
 from fedprism.errors import DataError, some
 
 VERSION = 1
@@ -89,6 +89,7 @@ def pacs(config: DataConfig, seed: int) -> Dataset:
 
 
 @DATASETS.register("domainnet-10")
+@looking()
 def domainnet_10(config: DataConfig, seed: int) -> Dataset:
     """Ten classes of DomainNet, those of FedBN: clipart, infograph, painting, quickdraw, real, sketch; 256 pixels."""
     name, root = "domainnet-10", root_of(config)
@@ -107,6 +108,7 @@ def domainnet_10(config: DataConfig, seed: int) -> Dataset:
 
 
 @DATASETS.register("tiny-imagenet")
+@looking()
 def tiny_imagenet(config: DataConfig, seed: int) -> Dataset:
     """Tiny-ImageNet, 200 classes of photographs of 64 pixels; its validation part is the test part."""
     name, root = "tiny-imagenet", root_of(config)
@@ -153,6 +155,7 @@ def _dataset(name: str, arrays: Arrays, domains: tuple[str, ...], classes: Seque
 # --- a folder a domain, in it a folder a class -----------------------------------------------------------------------
 
 
+@looking()
 def _by_domain(
     config: DataConfig, name: str, known: Spellings, classes: Spellings, packed_name: str, own_sides: tuple[int, int]
 ) -> Dataset:
@@ -229,7 +232,7 @@ def _packed(path: Path, domains: Sequence[str], classes: Sequence[str]) -> Pictu
     label = _renumbered(jpegs.column("label", len(own_classes)), own_classes, classes)
     kept = np.flatnonzero((domain >= 0) & (label >= 0))
     kept = kept[np.lexsort((label[kept], domain[kept]))]
-    names = jpegs.names("path")
+    names = jpegs.names("path", len(jpegs))
     return Pictures(
         [names[i] for i in kept],
         {"labels": label[kept], "domains": domain[kept]},
@@ -296,10 +299,10 @@ def _tiny_packed(path: Path) -> Pictures:
     if list(wnids) != sorted(set(wnids)):
         raise damaged(path, "its classes are not sorted")
     return Pictures(
-        [*train.names("train_path"), *test.names("test_path")],
+        [*train.names("train_path", len(train)), *test.names("test_path", len(test))],
         {"labels": labels, "domains": np.zeros_like(labels), "is_test": np.arange(len(labels)) >= len(train)},
         lambda i, size: train.picture(i, size) if i < len(train) else test.picture(i - len(train), size),
-        _first_words(wnids, train.names("class_words")),
+        _first_words(wnids, train.names("class_words", len(wnids))),
     )
 
 

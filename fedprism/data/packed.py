@@ -81,14 +81,17 @@ class Jpegs:
         self._prefix = prefix
         with reading(path):
             self._jpeg = _array(path, f"{prefix}jpeg")
-            self._offsets = _array(path, f"{prefix}offsets").astype(np.int64)
-        offsets, size = self._offsets, len(self._jpeg)
+            self._offsets = offsets = _array(path, f"{prefix}offsets")
+        if self._jpeg.dtype != np.uint8 or self._jpeg.ndim != 1:
+            raise damaged(path, f"its {prefix}jpeg is {self._jpeg.dtype} {self._jpeg.shape}; expected bytes")
+        size = len(self._jpeg)
         if (
-            offsets.ndim != 1
+            offsets.dtype.kind not in "iu"
+            or offsets.ndim != 1
             or len(offsets) < 2
             or offsets[0] < 0
             or offsets[-1] > size
-            or (np.diff(offsets) < 1).any()
+            or (offsets[1:] <= offsets[:-1]).any()
         ):
             raise damaged(path, f"its {prefix}offsets do not cut {prefix}jpeg ({size} bytes) into files")
 
@@ -112,10 +115,14 @@ class Jpegs:
             raise damaged(self.path, f"its {self._prefix}{name} has shape {values.shape}; expected ({len(self)},)")
         return checked(self.path, self._prefix + name, values, 0, count - 1)
 
-    def names(self, name: str) -> tuple[str, ...]:
-        """Texts: `classes`, `domains` (of the whole file), or `path` (one an image, with the prefix)."""
+    def names(self, name: str, count: int | None = None) -> tuple[str, ...]:
+        """Texts, `count` of them: `classes`, `domains` (of the whole file), or `path` (with the prefix)."""
         with reading(self.path):
-            return tuple(str(text) for text in _array(self.path, name))
+            texts = _array(self.path, name)
+        if texts.dtype.kind != "U" or texts.ndim != 1 or len(texts) != (len(texts) if count is None else count):
+            wanted = f"{'a row of' if count is None else count} texts"
+            raise damaged(self.path, f"its {name} is {texts.dtype} of shape {texts.shape}; expected {wanted}")
+        return tuple(str(text) for text in texts)
 
 
 def _array(path: Path, name: str) -> NDArray[Any]:

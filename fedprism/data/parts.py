@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tokenize
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -58,10 +59,13 @@ def cut(pixels: Pixels) -> Iterator[Pixels]:
 @contextmanager
 def reading(path: Path, *more: type[Exception]) -> Iterator[None]:
     """Turns what a damaged or hostile file raises into an error that names it; `more` are a reader's own errors."""
-    expected: tuple[type[Exception], ...] = (*DAMAGED, zipfile.BadZipFile, *more)
+    # numpy reads a .npy file's header with Python's tokenizer; a header or a size may ask for any amount of memory.
+    expected: tuple[type[Exception], ...] = (*DAMAGED, zipfile.BadZipFile, tokenize.TokenError, MemoryError, *more)
     try:
         yield
     except expected as error:
+        if isinstance(error, OSError) and error.errno is not None:  # not the file's content
+            raise DataError(f"{path}: it cannot be read: {reason(error)}.") from error
         raise damaged(path, reason(error)) from error
 
 
@@ -74,11 +78,17 @@ def damaged(path: Path, why: str) -> DataError:
 
 
 def checked(path: Path, what: str, labels: NDArray[Any], low: int, high: int) -> NDArray[np.int64]:
-    """Labels of a file, from `low` to `high`, or refused."""
-    if not len(labels):
+    """Labels of a file, whole numbers from `low` to `high`, or refused."""
+    if not labels.size:
         raise damaged(path, f"it holds no {what}")
-    if labels.min() < low or labels.max() > high:
-        raise damaged(path, f"its {what} lie between {labels.min()} and {labels.max()}; expected {low} to {high}")
+    if labels.ndim != 1:
+        raise damaged(path, f"its {what} have shape {labels.shape}; expected one number an image")
+    kind = labels.dtype.kind
+    if kind not in "iuf" or (kind == "f" and not (np.isfinite(labels).all() and (labels % 1 == 0).all())):
+        raise damaged(path, f"its {what} are not whole numbers")
+    least, most = int(labels.min()), int(labels.max())
+    if least < low or most > high:
+        raise damaged(path, f"its {what} lie between {least} and {most}; expected {low} to {high}")
     return labels.astype(np.int64)
 
 

@@ -59,6 +59,8 @@ def reason(error: BaseException) -> str:
         return "not an image of a known kind"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror  # without the path, which is named beside it
+    if isinstance(error, MemoryError):
+        return "it asks for more memory than there is"
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 

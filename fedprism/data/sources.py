@@ -2,12 +2,15 @@
 
 Addresses and checksums are those of published lists; each says of which. A file without a published checksum is
 `unverified`: its checksum is recorded at the first download (`<root>/checksums.json`), and a later one must agree.
-The files of a source lie in `<root>/<source>/` under their published names, archives unpacked in place.
+The files of a source lie in `<root>/<source>/` under their published names, archives unpacked in place. Of some there
+is a compact form as well (`packed.py`), whose files lie in the root itself; where it is there, nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,11 +21,14 @@ from rich.filesize import decimal
 from fedprism.data.download import (
     MOST_BYTES,
     MOST_FILES,
+    BadArchive,
     Checksums,
+    NotFetched,
     byte_bar,
     digest,
     fetch,
     half_unpacked,
+    remove_leftovers,
     unpack,
     writing,
 )
@@ -62,7 +68,7 @@ class Source:
     licence: str
     cite: str
     note: str = ""
-    most_bytes: int = MOST_BYTES  # an unpacked archive may be this large
+    most_bytes: int = MOST_BYTES  # an unpacked archive, or a file of unknown size, may be this large
     most_files: int = MOST_FILES
 
     @property
@@ -84,9 +90,34 @@ class Source:
         """The first pattern of everything that is not there."""
         return [ways[0] for ways in self.expects if not _found(root / self.folder, ways)]
 
+    def compact(self, root: Path) -> list[Path]:
+        """The files of its compact form, where they are all there."""
+        with looking():
+            files = [root / name for name in PACKED.get(self.name, ())]
+            return files if all(file.is_file() for file in files) else []
+
+
+def visible(folder: Path, pattern: str) -> list[Path]:
+    """What agrees with a pattern in a folder; nothing hidden, such as an archive that is being unpacked."""
+    with looking():
+        found = sorted(folder.glob(pattern))
+        return [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+
 
 def _found(folder: Path, ways: Ways) -> bool:
-    return any(next(folder.glob(way), None) is not None for way in ways)
+    return any(visible(folder, way) for way in ways)
+
+
+@contextmanager
+def looking() -> Iterator[None]:
+    """Turns what the system refuses, such as a folder that may not be read, into a clear error."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{error.filename or 'the data'} cannot be read: {error.strerror or error}. Make it readable, or name "
+            "another folder with data.root or $FEDPRISM_DATA."
+        ) from error
 
 
 # --- the sources ------------------------------------------------------------------------------------------------------
@@ -270,6 +301,7 @@ _ALL = (
         "Ganin, Lempitsky: Unsupervised domain adaptation by backpropagation. ICML, 2015.",
         "Only on Google Drive, so it must be fetched by hand with a browser. The generator `synth-digits-like` needs "
         "no download, but is not the same data.",
+        most_bytes=8 << 30,
     ),
     Source(
         "office-caltech-10",
@@ -339,6 +371,7 @@ _ALL = (
         "Fair use notice: some of it is copyrighted; for non-commercial research and education only.",
         "Peng et al.: Moment matching for multi-source domain adaptation. ICCV, 2019.",
         "The archives hold all 345 classes; the ten of FedBN's subset are unpacked. The archives may be deleted then.",
+        most_bytes=32 << 30,
     ),
     Source(
         "cifar10",
@@ -425,6 +458,20 @@ _ALL = (
 
 SOURCES: dict[str, Source] = {source.name: source for source in _ALL}
 
+# The compact form of a source: files that lie in the root itself.
+PACKED = {
+    "agnews": ("agnews_train.csv.gz", "agnews_test.csv.gz"),
+    "cifar10": ("cifar10.npz",),
+    "cifar100": ("cifar100.npz",),
+    "mnist": ("digits_mnist.npz",),
+    "mnist-m": ("digits_mnistm.npz",),
+    "office-caltech-10": ("office_caltech10.npz",),
+    "pacs": ("pacs_128.npz",),
+    "svhn": ("digits_svhn.npz",),
+    "tiny-imagenet": ("tiny_imagenet_subset.npz",),
+    "usps": ("digits_usps.npz",),
+}
+
 # Datasets that are made of other names' files.
 _MADE_OF = {
     "digits-five": ("mnist", "mnist-m", "svhn", "usps", "synth-digits"),
@@ -445,18 +492,25 @@ def sources_of(name: str) -> tuple[Source, ...]:
 
 
 def is_there(name: str, root: Path) -> bool:
-    """Is all of a dataset where readers look for it?"""
-    return not any(source.lacks(root) for source in sources_of(name))
+    """Is all of a dataset where readers look for it, as published or in its compact form?"""
+    return all(not source.lacks(root) or source.compact(root) for source in sources_of(name))
 
 
 def missing(name: str, root: Path, detail: str = "") -> DataError:
     """The error for files that are not there: which, how to get them, and where to put them by hand."""
     sources = sources_of(name)
     lines = [f"{name}: files are missing in {root}. {detail}".rstrip()]
-    lines.append(f"Download them with `fedprism data prepare {name}`, or put them there by hand:")
-    whole = is_there(name, root)  # then the reader that asks knows better, and all are named
+    whole = not any(source.lacks(root) for source in sources)  # then the reader that asks knows better
+    if whole:
+        folders = ", ".join(str(root / source.folder) for source in sources)
+        lines.append(f"`fedprism data prepare {name}` repairs what it has unpacked. Else move {folders} away and run")
+        lines.append("it then, or put there by hand:")
+    else:
+        lines.append(f"Download them with `fedprism data prepare {name}`, or put them there by hand:")
     for source in sources:
         lacks = source.lacks(root)
+        if source.compact(root) and not whole:
+            continue
         for file in source.files:
             paths = [ways[0] for ways in file.expects if whole or ways[0] in lacks]
             if paths:
@@ -486,9 +540,12 @@ def prepare(name: str, root: Path, console: Console | None = None) -> None:
             lock.acquire()
     by_hand: list[str] = []
     try:
-        seen = Checksums(root)
-        for source in sources:
-            by_hand += _prepare(source, root, seen, console)
+        with looking():
+            seen = Checksums(root)
+            for source in sources:
+                by_hand += _prepare(source, root, seen, console)
+    except NotFetched as error:
+        raise DataError(f"{error}\n{missing(name, root)}") from None
     finally:
         lock.release()
     if by_hand:
@@ -503,13 +560,20 @@ def _prepare(source: Source, root: Path, seen: Checksums, console: Console) -> l
     _say(console, f"{source.title}{size}\n  folder: {folder}\n  licence: {source.licence}\n  cite: {source.cite}")
     if source.note:
         _say(console, f"  note: {source.note}")
+    compact = source.compact(root)
+    if compact and len(source.lacks(root)) == len(source.expects):
+        _say(console, f"  the compact form is there, so nothing is downloaded: {', '.join(map(str, compact))}")
+        return []
+    remove_leftovers(folder)
     by_hand, changed = [], False
     for file in source.files:
         path = folder / file.name
         there = all(_found(folder, ways) for ways in file.expects) and not half_unpacked(path, folder)
         if there and (file.unpack or not path.exists()):
             continue
-        if path.exists():
+        key, lay_there = f"{source.name}/{file.name}", path.exists()
+        known = key in seen.files
+        if lay_there:
             changed |= _check(source, file, path, seen, console)
         elif file.by_hand:
             by_hand.append(f"  {file.address}\n    save it as {path}")
@@ -520,10 +584,13 @@ def _prepare(source: Source, root: Path, seen: Checksums, console: Console) -> l
         if file.unpack:
             try:
                 _unpack(source, file, path, console)
-            except DataError:
-                if file.checksum is None:  # what cannot be unpacked must not be what later downloads are held to
-                    seen.forget(f"{source.name}/{file.name}")
-                raise
+            except BadArchive as error:
+                if file.checksum is not None or known:
+                    raise
+                seen.forget(key)  # what cannot be unpacked must not be what later downloads are held to
+                if not lay_there:
+                    path.unlink()
+                raise DataError(f"{error} {'Remove it first.' if lay_there else 'It was removed.'}") from error
             changed = True
     lacks = source.lacks(root)
     if not changed and not lacks:
@@ -545,7 +612,15 @@ def _download(source: Source, file: File, path: Path, seen: Checksums, console: 
     _say(console, f"  {file.name}: downloading{size}, {file.address}")
     with byte_bar(file.name, console) as report:
         addresses = (file.address, *file.mirrors)
-        address = fetch(addresses, path, checksum=expected, origin=origin, size=file.size, report=report)
+        address = fetch(
+            addresses,
+            path,
+            checksum=expected,
+            origin=origin,
+            size=file.size,
+            most=source.most_bytes,
+            report=report,
+        )
     _record(source, file, path, expected, address, seen, console)
 
 

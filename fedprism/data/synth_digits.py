@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import affine_grid, avg_pool2d, grid_sample, pad
 
 from fedprism import keys
-from fedprism.config import DataConfig, positive, setting
+from fedprism.config import DataConfig, setting
 from fedprism.data.base import DATASETS, WITH_OPTIONS, Dataset, options, side
 from fedprism.data.cache import Store, converted
 from fedprism.errors import DataError
@@ -33,6 +33,7 @@ VERSION = 1  # of the images: a change of how they look needs a new one
 OWN_SIDE = 32  # as the original's
 TEST_SHARE = 0.2  # 1860 of 9298
 SMALLEST, LARGEST = 16, 256  # pixels a side
+MOST = 10_000_000  # images of a part
 BLOCK = 128  # images drawn at once: always so many, as the last bits may follow the size of a batch
 
 TILE, FONT = 128, 128  # pixels: of the square that a digit is drawn on, and of the font
@@ -47,8 +48,8 @@ NUMBERS = 28  # random numbers an image
 class Options:
     """What may follow the name."""
 
-    train: int = setting(7438, "training images", positive, "1 or more")
-    test: int = setting(1860, "test images", positive, "1 or more")
+    train: int = setting(7438, "training images", lambda v: 1 <= v <= MOST, f"1 to {MOST:,}")
+    test: int = setting(1860, "test images", lambda v: 1 <= v <= MOST, f"1 to {MOST:,}")
     seed: int = setting(0, "of the images; the same images for every seed of a run")
 
 

@@ -29,6 +29,7 @@ LEAST = 4  # images a client: one to test on, and some to train on
 TEST_SHARE = 0.2
 COARSE = 4  # a pattern is this many random numbers a side, made smooth
 SPREAD = 45.0  # of pixels around 127.5, so that few leave 0 to 255
+OF_A_CLIENT, OF_A_CLASS, OF_AN_IMAGE = 300, 600, 40  # bytes, roughly, beside the pixels: names, numbers, objects
 PIECE = 1 << 20  # pixels made at once: the rest of the memory is the result's
 
 
@@ -100,12 +101,15 @@ def synthetic(config: DataConfig, seed: int) -> Dataset:
 
 def _refuse_too_much(given: Options, size: int) -> None:
     """Before anything of that size is made: a machine without enough memory ends the process without a word."""
-    images = given.clients * given.samples
-    needed, there = images * given.channels * size**2, _memory()
+    images, pixels = given.clients * given.samples, given.channels * size**2
+    needed = given.clients * OF_A_CLIENT + images * (OF_AN_IMAGE + pixels) + given.classes * (OF_A_CLASS + 8 * pixels)
+    needed += 12 * given.channels**2 if given.feature_skew else 0  # a client's colours are turned by such a matrix
+    there = _memory()
     if there is not None and needed > there:
         raise DataError(
-            f"{NAME}: {given.clients:,} clients x {given.samples:,} images of {given.channels} x {size} x {size} need "
-            f"{needed / 2**30:,.1f} GiB, and this machine has {there / 2**30:,.1f}; ask for fewer or smaller ones."
+            f"{NAME}: {given.clients:,} clients x {given.samples:,} images of {given.channels:,} x {size} x {size}, "
+            f"and {given.classes:,} patterns, need {needed / 2**30:,.1f} GiB, and this machine has "
+            f"{there / 2**30:,.1f}; ask for fewer or smaller ones."
         )
 
 

@@ -123,7 +123,7 @@ class Domain(Partition):
             kind = "site" if dataset.sites else "domain"
             raise ConfigError(
                 f"{self.asked(clients)}, but {dataset.name!r} has {domains} {kind}s; "
-                f"leave it out for one client a {kind}, or ask for a multiple of {domains}."
+                f"leave it out (or write null) for one client a {kind}, or ask for a multiple of {domains}."
             )
 
     def shares(self, dataset: Dataset, pool: Indices, clients: int, seed: int) -> list[Share]:

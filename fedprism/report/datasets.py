@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from fedprism.data import DATASETS
+import torch
+
+from fedprism.data import DATASETS, Dataset
 from fedprism.data.sources import NAMES, is_there, sources_of
 
-READY, ABSENT, BUILT_IN, YOURS = "ready", "not here", "built in", "yours"
+READY, COMPACT, ABSENT, BUILT_IN, YOURS = "ready", "compact", "not here", "built in", "yours"
 
 # Classes and domains: what a name promises, so that a list needs no files.
 SIZES = {
@@ -28,6 +30,19 @@ SIZES = {
     "tiny-imagenet": ("200", "1"),
 }
 
+# Inputs of each domain, as published; a copy that is there may hold fewer. Where no count is named, none is compared.
+PUBLISHED = {
+    "agnews": {"agnews": 127_600},
+    "cifar10": {"cifar10": 60_000},
+    "cifar100": {"cifar100": 60_000},
+    "cifar100-super": {"cifar100-super": 60_000},
+    "digits-five": {"mnist": 70_000, "mnist-m": 68_002, "svhn": 99_289, "usps": 9_298},
+    "mnist": {"mnist": 70_000},
+    "office-caltech-10": {"amazon": 958, "caltech": 1_123, "dslr": 157, "webcam": 295},
+    "pacs": {"art_painting": 2_048, "cartoon": 2_344, "photo": 1_670, "sketch": 3_929},
+    "tiny-imagenet": {"tiny-imagenet": 110_000},
+}
+
 
 class Listed(NamedTuple):
     """A line of the list."""
@@ -45,17 +60,35 @@ def datasets(root: Path) -> list[Listed]:
 
 
 def state(name: str, root: Path) -> str:
-    """Ready, not here, or built in; where a dataset is made of several sources, how many of them are there.
+    """Ready, compact, not here, or built in; where a dataset is made of several sources, how many of them are there.
 
     >>> state("digits-skew", Path("/nowhere")), state("cifar10", Path("/nowhere"))
     ('built in', 'not here')
     """
     if name not in NAMES:
         return YOURS if name == "folder" else BUILT_IN
-    there = [is_there(source.name, root) for source in sources_of(name)]
+    sources = sources_of(name)
+    there = [is_there(source.name, root) for source in sources]
     if all(there):
-        return READY
+        return COMPACT if any(source.lacks(root) for source in sources) else READY
     return f"{sum(there)} of {len(there)}" if any(there) else ABSENT
+
+
+def shortfall(dataset: Dataset, kind: str) -> str:
+    """What a copy holds of what was published under the name `kind`, where that is not all: in words, else nothing.
+
+    >>> import torch
+    >>> labels, images = torch.arange(4) % 2, torch.zeros(4, 1, 2, 2, dtype=torch.uint8)
+    >>> shortfall(Dataset("mnist", images, labels, labels * 0, ("mnist",), ("0", "1"), None, 0.2), "mnist")
+    '4 of the published 70,000 images'
+    """
+    published, inputs = PUBLISHED.get(kind, {}), "texts" if dataset.words else "images"
+    held = torch.bincount(dataset.domains, minlength=len(dataset.domain_names)).tolist()
+    short = {d: n for d, n in zip(dataset.domain_names, held, strict=True) if n != published.get(d, n)}
+    words = [f"{number:,} of the published {published[domain]:,} {inputs}" for domain, number in short.items()]
+    if len(dataset.domain_names) == 1:
+        return "".join(words)
+    return "; ".join(f"{domain}: {text}" for domain, text in zip(short, words, strict=True))
 
 
 def licence(name: str) -> str:
