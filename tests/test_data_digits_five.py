@@ -240,7 +240,7 @@ def test_what_is_not_there_is_asked_for(tmp_path: Path) -> None:
     write_usps(tmp_path)
     with pytest.raises(DataError, match=r"fedprism data prepare synth-digits") as refused:
         read(tmp_path)
-    assert "`data.domains: [mnist, mnist-m, svhn, usps]` goes without synth-digits" in str(refused.value)
+    assert "data.domains=[mnist, mnist-m, svhn, usps]" in str(refused.value)
     assert "`synth-digits-like` in its place is a stand-in" in str(refused.value)
     assert len(read(tmp_path, *FOUR)) == 62
     with pytest.raises(DataError, match=r"fedprism data prepare mnist") as refused:

@@ -119,8 +119,8 @@ def _missing(name: str, root: Path, domains: Sequence[str]) -> DataError:
     detail = "" if name == domains[0] else f"Not there: {', '.join(domains)} of {name}."
     if SYNTH in domains:
         detail += (
-            f" `data.domains: [mnist, mnist-m, svhn, usps]` goes without {SYNTH}; `{STAND_IN}` in its place is a "
-            "stand-in that is drawn here, not the original."
+            f" `--set 'data.domains=[mnist, mnist-m, svhn, usps]'` goes without {SYNTH}; `{STAND_IN}` in its place is "
+            "a stand-in that is drawn here, not the original."
         )
     return missing(domains[0] if len(domains) == 1 else name, root, detail)
 

@@ -505,6 +505,9 @@ def missing(name: str, root: Path, detail: str = "") -> DataError:
         folders = ", ".join(str(root / source.folder) for source in sources)
         lines.append(f"`fedprism data prepare {name}` repairs what it has unpacked. Else move {folders} away and run")
         lines.append("it then, or put there by hand:")
+    elif all(file.by_hand for source in sources for file in source.files):
+        archives = ", ".join(file.name for source in sources for file in source.files)
+        lines.append(f"Only a browser gets them. Put them there, or {archives} and run `fedprism data prepare {name}`:")
     else:
         lines.append(f"Download them with `fedprism data prepare {name}`, or put them there by hand:")
     for source in sources:
