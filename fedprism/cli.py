@@ -511,17 +511,20 @@ def list_data(root: Root = None) -> None:
     """
     with _told(), _loading():
         from fedprism.data.places import root_of
-        from fedprism.report.datasets import READY, datasets
+        from fedprism.report.datasets import COMPACT, READY, datasets
 
         place = root_of(_placed(root))
         listing = RichTable(box=None, pad_edge=False, header_style="bold")
         for column in ("dataset", "files", "classes", "domains", "licence"):
             number = column in ("classes", "domains")
             listing.add_column(column, no_wrap=column != "licence", justify="right" if number else "left")
-        for row in datasets(place):
-            listing.add_row(*map(Text, row), style="green" if row.state == READY else "")
+        rows = datasets(place)
+        for row in rows:
+            listing.add_row(*map(Text, row), style="green" if row.state in (READY, COMPACT) else "")
     _out().print(listing)
+    part = ("compact", "re-packed files, which may hold a part of a dataset only; inspect says how much")
     _next(
+        *([part] if any(row.state == COMPACT for row in rows) else []),
         ("looked for files in", f"{place} (--root, data.root and $FEDPRISM_DATA name another folder)"),
         ("fetch one", "fedprism data prepare NAME"),
         ("look at one", "fedprism data inspect NAME"),
@@ -546,15 +549,24 @@ def prepare_data(
     with _told("The same command goes on."), _loading():
         from fedprism.data import DATASETS, load
         from fedprism.data.places import root_of
-        from fedprism.data.sources import prepare
+        from fedprism.data.sources import NAMES, prepare
+        from fedprism.report.datasets import shortfall
 
+        if name.partition(":")[0] == "folder":
+            raise ConfigError(
+                f"{name!r} has nothing to download: folder:PATH reads images of your own where they lie. "
+                "`fedprism data inspect folder:PATH` looks at them."
+            )
+        if name in DATASETS and name not in NAMES:
+            raise ConfigError(f"{name!r} is made here and has nothing to download; it is ready.")
         config = dataclasses.replace(_placed(root), name=name)
         place = root_of(config)
     with _told("The same command goes on where it was stopped."):
         prepare(name, place, _err())
         if name in DATASETS:  # mnist-m, svhn, usps and synth-digits are parts of digits-five only
             made = load(config, 0)
-            _say(f"{name} is ready: {len(made):,} {'texts' if made.images.ndim == 2 else 'images'}.", "green")
+            held = f"{len(made):,} {'texts' if made.words else 'images'}"
+            _say(f"{name} is ready: {shortfall(made, name) or held}.", "green")
     look = f"fedprism data inspect {name if name in DATASETS else 'digits-five'}"
     _next(("files", str(place)), ("look at it", look if root is None else f"{look} --root {root}"))
 
@@ -598,18 +610,21 @@ def inspect_data(
         from fedprism.report import inspection
 
         config = _inspected(what, partition, clients, seed, settings or [], root)
+        if out is not None:
+            inspection.check_folder(out)
     with _told():
         federation = make_federation(config.data, config.seed)
-        described = describe(federation)
-        dealt = ", ".join(
-            (config.data.partition.name, *(f"{key} {value}" for key, value in config.data.partition.settings.items()))
-        )
+        seen, described = inspection.inspected(federation), describe(federation)
+        said = None if out is None else inspection.write(seen, out)  # before printing: whoever reads may stop early
         number = f"{len(federation.clients)} client{'s' if len(federation.clients) > 1 else ''}"
         held = f"{number}, {federation.classes} classes, {inputs_in_words(federation.shape)}"
         shown = _out()
         shown.print(Text(f"{federation.name}: {held}", style="bold"))
-        shown.print(Text(f"partition {dealt}, seed {config.seed}", style="dim"), soft_wrap=True)
-        _print_table(inspection.Holdings(federation))
+        if seen.short:
+            shown.print(Text(f"This copy is not all of it: {seen.short}.", style="yellow"), soft_wrap=True)
+        shown.print(Text(f"partition {seen.partition}; seed {config.seed}", style="dim"), soft_wrap=True)
+        shown.print(Text(seen.preparation, style="dim"), soft_wrap=True)
+        _print_table(inspection.Holdings(seen))
         shown.print(Text(inspection.rest(federation)))
         shown.print()
         shown.print(Text(str(described)), soft_wrap=True)
@@ -619,10 +634,9 @@ def inspect_data(
         for name, value in described.numbers().items():
             figures.add_row(name, f"{value:,}" if isinstance(value, int) else f"{value:.3f}")
         shown.print(figures)
-        if out is None:
+        if out is None or said is None:
             _next(("all counts, a plot and a contact sheet", "the same command with --out FOLDER"))
         else:
-            said = inspection.write(federation, out, f"{federation.name}: {dealt}")
             _next(*((f"{out / name}", words) for name, words in said.items()))
 
 
@@ -639,11 +653,15 @@ def _inspected(
     root: Path | None,
 ) -> Config:
     """The configuration that `inspect` is asked about; --set has the last word."""
+    from fedprism.data import DATASETS
+
     given = {"data.partition.name": partition, "data.partition.clients": clients, "seed": seed}
     given["data.root"] = None if root is None else str(root)
     overrides = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
     if not what.startswith("folder:") and (what.endswith((".yaml", ".yml")) or Path(what).is_file()):
         return configuration.read(what, [*overrides, *settings])
+    if what not in DATASETS and Path(what).is_dir():
+        raise ConfigError(f"{what} is a folder; for images of your own write folder:{what}.")
     raw = configuration.override({"data": {"name": what, "partition": "domain"}}, [*overrides, *settings])
     return configuration.structure(raw, Config)
 
@@ -749,7 +767,7 @@ def _report(folder: Path, runs: Sequence[Run], protocol: str | None) -> Path:
 
 
 def _write(path: Path, text: str) -> None:
-    from fedprism.records import atomic
+    from fedprism import atomic
 
     with atomic.reporting(str(path), "The runs are safe; make room and use `fedprism show` on them."):
         atomic.write(path, text.encode())
@@ -767,7 +785,8 @@ def _own_demo(folder: Path, cells: Sequence[Cell]) -> None:
     """Clear away the runs of an earlier demo; anything else that is there is somebody's work, and stays."""
     from filelock import FileLock, Timeout
 
-    from fedprism.records import atomic, runfile
+    from fedprism import atomic
+    from fedprism.records import runfile
     from fedprism.records.rundir import LOCK
 
     note = folder / _DEMO_NOTE

@@ -25,7 +25,8 @@ import pytest
 from rich.console import Console
 
 from fedprism.data import download
-from fedprism.data.download import Checksums, byte_bar, digest, fetch, half_unpacked, unpack
+from fedprism.data.archives import half_unpacked, unpack
+from fedprism.data.download import Checksums, byte_bar, digest, fetch
 from fedprism.errors import DataError
 
 DATA = bytes(range(256)) * 2000

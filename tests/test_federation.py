@@ -19,6 +19,7 @@ from fedprism.config import DataConfig, Named, SplitConfig
 from fedprism.data import load
 from fedprism.errors import ConfigError, DataError
 from fedprism.federation import PARTITIONS, ClientData, Federation, Split, contact_sheet, federation, make_federation
+from fedprism.federation.sheet import HEAD
 from fedprism.federation.splits import count, split, stratified
 
 STYLES = ("plain", "tinted", "textured", "blurred", "rotated")
@@ -377,8 +378,8 @@ def test_a_contact_sheet_has_a_row_a_client() -> None:
     made = digits()
     sheet = contact_sheet(made, per_client=4)
     assert sheet.mode == "RGB"
-    assert sheet.height == 5 * (48 + 4) + 4
-    pixels = np.asarray(sheet)
+    assert sheet.height == HEAD + 5 * (48 + 4) + 4
+    pixels = np.asarray(sheet)[HEAD:]
     first = made.clients["plain"].train
     where = int((first.y == 0).nonzero()[0])
     tile = pixels[4:52, -4 * 52 : -4 * 52 + 48][::3, ::3]
@@ -392,6 +393,23 @@ def test_a_contact_sheet_of_any_channels_names_and_few_images() -> None:
         assert contact_sheet(made, per_client=100).width > 100 * 48
     with pytest.raises(Exception, match="expected 1 or more"):
         contact_sheet(digits(), per_client=0)
+
+
+def test_a_contact_sheet_names_classes_that_all_rows_have_in_common() -> None:
+    """As many columns as classes, from 8 to 12; no names above where a row has other classes."""
+    x = np.full((60, 1, 16, 16), 255, dtype=np.uint8)
+    same = Federation.from_arrays({"a": (x, np.arange(60) % 10), "b": (x[:40], np.arange(40) % 10)})
+    named = contact_sheet(same)
+    assert named.height == HEAD + 2 * 52 + 4
+    assert 10 * 52 < named.width < 11 * 52
+    assert all(
+        (np.asarray(named)[:HEAD, column - 48 : column] < 128).any() for column in range(named.width - 4, 60, -52)
+    )
+    other = Federation.from_arrays({"a": (x, np.arange(60) % 10), "b": (x, np.arange(60) % 5)})
+    assert contact_sheet(other).height == 2 * 52 + 4
+    for classes, columns in ((2, 8), (20, 12)):
+        made = Federation.from_arrays({"a": (x, np.arange(60) % classes)})
+        assert columns * 52 < contact_sheet(made).width < (columns + 1) * 52
 
 
 def test_default_split_config_is_the_documented_one() -> None:

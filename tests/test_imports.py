@@ -10,6 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "fedprism"
 ORDER = [
     "errors",
+    "atomic",
     "keys",
     "registry",
     "config",

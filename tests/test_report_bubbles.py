@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +82,27 @@ def test_any_size_is_readable(tmp_path: Path, clients: int, classes: int) -> Non
     assert shown[0] == 0
     assert len(steps) <= 1
     assert len(shown) <= 100
+
+
+def test_rows_never_merge(tmp_path: Path) -> None:
+    """Of 200 classes side by side, the largest circles are not higher than their rows."""
+    held = np.zeros((20, 200), dtype=np.int64)
+    held[0], held[1:, 0] = 50, 2
+    svg = bubbles(made(held), tmp_path / "b.svg", part="train").read_text()
+    places = sorted((x, y) for x, y in circles(svg))
+    heights = [y for x, y in places if x == places[0][0]]
+    pitch = (max(heights) - min(heights)) / (len(heights) - 1)
+    assert len(heights) == 200
+    assert 2 * max(circles(svg).values()) <= pitch * 1.02
+
+
+def test_names_of_thirty_letters_are_whole(tmp_path: Path) -> None:
+    federation = made(np.full((2, 2), 10))
+    named = replace(federation, class_names=("synth-digits-like and so on", "x" * 40))
+    svg = bubbles(named, tmp_path / "b.svg", rows="subclasses").read_text()
+    assert ">synth-digits-like and so on<" in svg
+    assert ">2 subclasses<" in svg
+    assert f">{'x' * 15}…{'x' * 15}<" in svg
 
 
 def test_domains_have_colours_where_clients_share_them(tmp_path: Path) -> None:

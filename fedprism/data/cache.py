@@ -26,6 +26,7 @@ from filelock import FileLock
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
+from fedprism import atomic
 from fedprism.data.pictures import DAMAGED
 from fedprism.data.places import CACHE, cache_home
 from fedprism.data.progress import progress
@@ -93,7 +94,7 @@ class Store:
             }
             (self._folder / FACTS).write_text(json.dumps(held, indent=1), encoding="utf-8")
             for path in (self._folder / INPUTS, self._folder / COLUMNS, self._folder / FACTS, self._folder):
-                _sync(path)
+                atomic.fsync(path)
 
 
 def converted(
@@ -144,7 +145,7 @@ def _made(target: Path, partial: Path, name: str, convert: Callable[[Store], Non
         with _writing():
             _remove(target)  # damaged, as it could not be read
             partial.rename(target)
-            _sync(target.parent)
+            atomic.fsync(target.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     found = _read(target)
@@ -205,16 +206,6 @@ def _reserve(descriptor: int, start: int, size: int) -> None:
     os.lseek(descriptor, start, os.SEEK_SET)
     while size > 0:
         size -= os.write(descriptor, ZEROS[:size])
-
-
-def _sync(path: Path) -> None:
-    if path.is_dir() and os.name == "nt":
-        return  # Windows cannot open a folder
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove(folder: Path) -> None:

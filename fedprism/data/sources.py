@@ -18,20 +18,8 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.filesize import decimal
 
-from fedprism.data.download import (
-    MOST_BYTES,
-    MOST_FILES,
-    BadArchive,
-    Checksums,
-    NotFetched,
-    byte_bar,
-    digest,
-    fetch,
-    half_unpacked,
-    remove_leftovers,
-    unpack,
-    writing,
-)
+from fedprism.data.archives import MOST_FILES, BadArchive, half_unpacked, remove_leftovers, unpack
+from fedprism.data.download import MOST_BYTES, Checksums, NotFetched, byte_bar, digest, fetch, writing
 from fedprism.errors import DataError, unknown
 
 Ways = tuple[str, ...]  # patterns of which one must be found

@@ -53,6 +53,11 @@ class Split:
         return Split, (self.x.clone(), self.y.clone())
 
     @property
+    def rows(self) -> Tensor | None:
+        """Which of the rows that all clients have in common these are; None: it has a tensor of its own."""
+        return self._rows
+
+    @property
     def x(self) -> Tensor:
         """All images; of rows in common, a copy."""
         return self._source if self._rows is None else self._source[self._rows]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -13,35 +13,45 @@ from fedprism.federation.base import ClientData, Federation
 
 TILE, LARGEST = 48, 112  # pixels a side, at least and at most
 GAP = 4
+HEAD = 14  # pixels of a line of class names
+FEWEST, MOST = 8, 12  # images of a client: one a class within these
 
 
-def contact_sheet(federation: Federation, per_client: int = 8, rows: int | None = None) -> Image.Image:
+def contact_sheet(federation: Federation, per_client: int | None = None, rows: int | None = None) -> Image.Image:
     """A row a client: its name and `per_client` training images, of as many classes as there are.
 
-    `rows`: at most so many clients, drawn evenly from all of them in their order.
+    `per_client`: left out, one a class, but at least 8 and at most 12. `rows`: at most so many clients, drawn evenly
+    from all of them in their order. Where every row has the same classes in the same order, their names stand above.
     """
     for name, number in (("per_client", per_client), ("rows", rows)):
         if number is not None and number < 1:
             raise FedprismError(f"{name} is {number}; expected 1 or more.")
     if len(federation.shape) != 3:
         raise FedprismError(f"federation {federation.name!r} holds texts; a contact sheet shows images.")
+    per_client = per_client or min(max(federation.classes, FEWEST), MOST)
     tile_width, tile_height = _tile(*federation.shape[1:])
     font = ImageFont.load_default()
     chosen = spread(federation.names, rows or len(federation.names))
-    labels = {name: name.encode("latin-1", "replace").decode("latin-1") for name in chosen}
+    labels = {name: _printable(name) for name in chosen}
     margin = max(int(font.getlength(label)) for label in labels.values()) + 2 * GAP
-    size = (margin + per_client * (tile_width + GAP), len(labels) * (tile_height + GAP) + GAP)
+    images = {name: _varied(federation.clients[name], per_client) for name in chosen}
+    heads = _common([federation.clients[name].train.y[images[name]].tolist() for name in chosen])
+    top = GAP + (HEAD if heads else 0)
+    size = (margin + per_client * (tile_width + GAP), top + len(labels) * (tile_height + GAP))
     sheet = Image.new("RGB", size, "white")
     draw = ImageDraw.Draw(sheet)
+    for column, label in enumerate(heads):
+        text = _fitting(_printable(federation.class_names[label]), tile_width, font.getlength)
+        draw.text((margin + column * (tile_width + GAP), GAP - 1), text, fill="black", font=font)
     for row, name in enumerate(chosen):
         client = federation.clients[name]
-        top = GAP + row * (tile_height + GAP)
-        draw.text((GAP, top + tile_height // 2 - 5), labels[name], fill="black", font=font)
-        shown = client.train.batch(torch.tensor(_varied(client, per_client), device=client.train.y.device))
+        place = top + row * (tile_height + GAP)
+        draw.text((GAP, place + tile_height // 2 - 5), labels[name], fill="black", font=font)
+        shown = client.train.batch(torch.tensor(images[name], device=client.train.y.device))
         for column, image in enumerate(shown):
             picture = _picture(image)
             how = Image.Resampling.NEAREST if picture.width <= tile_width else Image.Resampling.BOX
-            sheet.paste(picture.resize((tile_width, tile_height), how), (margin + column * (tile_width + GAP), top))
+            sheet.paste(picture.resize((tile_width, tile_height), how), (margin + column * (tile_width + GAP), place))
     return sheet
 
 
@@ -53,6 +63,31 @@ def spread(names: Sequence[str], wanted: int) -> tuple[str, ...]:
     """
     places = np.linspace(0, len(names) - 1, min(wanted, len(names))).round().astype(int)
     return tuple(names[place] for place in places)
+
+
+def _printable(name: str) -> str:
+    return name.encode("latin-1", "replace").decode("latin-1")
+
+
+def _common(rows: Sequence[list[int]]) -> list[int]:
+    """The labels of the columns, where all rows have the same ones; a shorter row may end early.
+
+    >>> _common([[0, 1], [0, 1, 2]]), _common([[0, 1], [1, 0]])
+    ([0, 1, 2], [])
+    """
+    longest = max(rows, key=len)
+    return longest if all(row == longest[: len(row)] for row in rows) else []
+
+
+def _fitting(text: str, room: float, width: Callable[[str], float]) -> str:
+    """A word that has no room, cut with a full stop.
+
+    >>> _fitting("mouse", 5, len), _fitting("keyboard", 5, len)
+    ('mouse', 'keyb.')
+    """
+    if width(text) <= room:
+        return text
+    return next((f"{text[:n]}." for n in range(len(text) - 1, 0, -1) if width(f"{text[:n]}.") <= room), text[:1])
 
 
 def _tile(height: int, width: int) -> tuple[int, int]:

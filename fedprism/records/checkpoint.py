@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedprism import atomic
 from fedprism.engines.events import Snapshot, State
 from fedprism.engines.wire import deserialise, serialise
 from fedprism.errors import RecordError
-from fedprism.records import atomic
 
 FORMAT = 1
 _SERVER = ""  # the server's key beside the clients' names, none of which is empty
@@ -122,7 +122,7 @@ class Checkpoints:
         self.files.mkdir(exist_ok=True)  # without parents: a run directory that was deleted must not come back half
         server = self._store(_SERVER, snapshot.server)
         clients = {n: None if s is None else self._store(n, s) for n, s in snapshot.clients.items()}
-        atomic.sync_folder(self.files)
+        atomic.fsync(self.files)
         plain = {n: None if entry is None else _plain(entry) for n, entry in clients.items()}
         body = {"format": FORMAT, "round": snapshot.round, "server": _plain(server), "clients": plain}
         atomic.write_json(self.manifest(snapshot.round), {**body, "checksum": _checksum(body)})
@@ -197,7 +197,7 @@ class Checkpoints:
         for round in self.rounds():
             if round not in kept:
                 self.manifest(round).unlink(missing_ok=True)
-        atomic.sync_folder(self.folder)
+        atomic.fsync(self.folder)
         named = {entry.file for round in kept for entry in sound[round].entries()}
         for path in self.files.glob("*.safetensors"):
             if path.name not in named:

@@ -15,10 +15,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fedprism import atomic
 from fedprism.config import MOMENTS, SPLITS
 from fedprism.engines.events import RoundRecord, Score
 from fedprism.errors import RecordError
-from fedprism.records import atomic
 
 T = TypeVar("T")
 

@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fedprism import atomic
 from fedprism.config import MOMENTS, SPLITS
 from fedprism.engines.events import Callback, Plan, RoundRecord, Snapshot, Status
 from fedprism.errors import RecordError
-from fedprism.records import atomic, metrics, runfile
+from fedprism.records import metrics, runfile
 from fedprism.records.checkpoint import Checkpoints, RecordWarning
 from fedprism.records.metrics import Journal, ordered
 from fedprism.records.standing import Best
@@ -87,7 +88,7 @@ class Recorder(Callback):
             self._metrics.open(self._safe)
             self._timings.open(self._safe)
             self._checkpoints.folder.mkdir(exist_ok=True)
-            atomic.sync_folder(self.path)
+            atomic.fsync(self.path)
             self._info = {**info, **runfile.facts(plan), "status": "running", "ended": None}
             self._info.setdefault("device", plan.device)
             if self._safe >= 0:

@@ -17,11 +17,12 @@ from types import TracebackType
 
 from filelock import FileLock, Timeout
 
+from fedprism import atomic
 from fedprism import config as configuration
 from fedprism.config import Config
 from fedprism.engines.events import Callback, Snapshot
 from fedprism.errors import RecordError
-from fedprism.records import atomic, metrics, runfile
+from fedprism.records import metrics, runfile
 from fedprism.records.checkpoint import Checkpoints, Damaged, RecordWarning
 from fedprism.records.read import RunRecord, read_run
 from fedprism.records.recorder import METRICS, Recorder
@@ -201,7 +202,7 @@ def _write_first(path: Path, config: Config) -> None:
     try:
         runfile.write(path, runfile.first(config))
         _write_config(path, config)
-        atomic.sync_folder(path.parent)
+        atomic.fsync(path.parent)
     except OSError:
         for name in (CONFIG, runfile.NAME):
             (path / name).unlink(missing_ok=True)

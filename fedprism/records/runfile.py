@@ -15,12 +15,12 @@ from typing import Any
 import numpy
 import torch
 
+from fedprism import atomic
 from fedprism import config as configuration
 from fedprism.config import Config, Named
 from fedprism.data.digits import SIDE, STYLES
 from fedprism.engines.events import Plan
 from fedprism.errors import ConfigError, RecordError
-from fedprism.records import atomic
 
 FORMAT = 1
 NAME = "run.json"

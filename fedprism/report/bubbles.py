@@ -14,13 +14,14 @@ from fedprism.config import SPLITS
 from fedprism.federation import Federation
 from fedprism.report.figures import _PLAIN, _checked, _figure, _plain_axes, _short, _written
 
-_WIDE, _TALL = 13.0, 10.0  # inches that many clients or classes are squeezed into
+_WIDE, _TALL = 13.0, 13.0  # inches that many clients or classes are squeezed into
 _NARROW = 3.2  # inches that few clients are spread over, so that the head has room
 _PITCH = (0.44, 0.3)  # inches from client to client and from class to class, where there is room
 _LINE = 0.155  # inches that a line of tick labels needs
 _LETTER = 0.072  # inches
+_LONGEST = 30  # letters of a name; longer ones are cut
 _ALPHA = 0.72  # circles may overlap
-_SMALLEST = 0.7  # points across: one sample is seen, too
+_SMALLEST = 1.1  # points across: one sample is seen, too
 
 
 def counts(federation: Federation, part: str | None = None) -> NDArray[np.int64]:
@@ -30,10 +31,16 @@ def counts(federation: Federation, part: str | None = None) -> NDArray[np.int64]
     return np.stack([np.asarray(held) for held in each])
 
 
-def bubbles(federation: Federation, path: str | Path, title: str | None = None, part: str | None = None) -> Path:
+def bubbles(
+    federation: Federation,
+    path: str | Path,
+    title: str | None = None,
+    part: str | None = None,
+    rows: str = "classes",
+) -> Path:
     """The clients and classes of a federation as a PNG or SVG file; `part` train, validation or test: of that alone.
 
-    Where several clients share each of a few domains, domains have colours.
+    Where several clients share each of a few domains, domains have colours. `rows` is what classes are called.
     """
     path = _checked(path)
     held, inputs = counts(federation, part), "texts" if len(federation.shape) == 2 else "images"
@@ -42,7 +49,7 @@ def bubbles(federation: Federation, path: str | Path, title: str | None = None, 
     domains = [client.domain for client in federation.clients.values()]
     colours = _colours(domains)
 
-    names, labels = [_short(name) for name in federation.names], [_short(name, 21) for name in federation.class_names]
+    names, labels = ([_short(name, _LONGEST) for name in each] for each in (federation.names, federation.class_names))
     flat = max(map(len, names)) * _LETTER < across * 0.95
     every = 1 if flat else _every(clients, across)
     left = 0.5 + _LETTER * max(map(len, labels))
@@ -63,7 +70,7 @@ def bubbles(federation: Federation, path: str | Path, title: str | None = None, 
         line = _every(classes, up)
         axes.set_yticks(range(0, classes, line), labels[::line], fontsize=8.5)
         axes.set_xlabel(f"{clients} clients" if clients > 1 else "client", color=_PLAIN.muted, fontsize=9.5)
-        axes.set_ylabel(f"{classes} classes", color=_PLAIN.muted, fontsize=9.5)
+        axes.set_ylabel(f"{classes} {rows}", color=_PLAIN.muted, fontsize=9.5)
 
         client, label = held.nonzero()
         area = np.maximum(largest**2 * held[client, label] / held.max(), _SMALLEST**2)
@@ -86,17 +93,17 @@ def _every(number: int, pitch: float) -> int:
 
 
 def _diameter(across: float, up: float, held: NDArray[np.int64]) -> float:
-    """Inches of the largest circle: as wide as its place, or wider where few places are taken.
+    """Inches of the largest circle: as wide as its place, or wider where few places are taken; rows never merge.
 
     >>> full, sparse = np.full((100, 10), 60), 60 * np.eye(100, dtype=int)
-    >>> round(_diameter(0.13, 0.3, full), 2), round(_diameter(0.13, 0.1, sparse), 2)
-    (0.12, 0.14)
+    >>> round(_diameter(0.13, 0.3, full), 2), round(_diameter(0.1, 0.3, sparse), 2), _diameter(0.44, 0.05, sparse)
+    (0.12, 0.14, 0.05)
     """
     narrow = min(across, up)
     taken = float((held / held.max()).mean())  # in largest circles a place
     inked = (across * up / taken / np.pi) ** 0.5  # circles cover a quarter of the plot
     most = max(min((across * up) ** 0.5, 1.1 * narrow), min(0.14, 4 * narrow))
-    return float(max(0.94 * narrow, min(inked, most)))
+    return float(max(0.94 * narrow, min(inked, most, up)))
 
 
 def _colours(domains: Sequence[str]) -> dict[str, str]:
@@ -136,7 +143,7 @@ def _legend(largest: float, most: int, inputs: str, colours: Mapping[str, str]) 
     sizes = [_Mark(_PLAIN.muted, max(largest * (n / most) ** 0.5, _SMALLEST), f"{n:,}") for n in shown]
     unit = inputs if shown[-1] > 1 else inputs[:-1]
     sizes[-1] = sizes[-1]._replace(text=f"{sizes[-1].text} {unit}", gap=0.26)
-    return sizes + [_Mark(colour, 6.0, _short(domain)) for domain, colour in colours.items()]
+    return sizes + [_Mark(colour, 6.0, _short(domain, _LONGEST)) for domain, colour in colours.items()]
 
 
 def _draw_legend(canvas: Any, marks: Sequence[_Mark], left: float, top: float) -> None:

@@ -19,8 +19,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
+from fedprism import atomic
 from fedprism.errors import FedprismError
-from fedprism.records import Protocol, RunRecord, atomic
+from fedprism.records import Protocol, RunRecord
 from fedprism.records.protocol import of_path
 from fedprism.records.standing import Standing, mean
 from fedprism.report.inside import WHOLE, Courses, families, look

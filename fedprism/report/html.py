@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from PIL import Image
 
+from fedprism import atomic
 from fedprism import config as configuration
 from fedprism.errors import FedprismError
 from fedprism.federation import ClientData, Federation, make_federation
 from fedprism.methods import METHODS
-from fedprism.records import Protocol, RunRecord, atomic
+from fedprism.records import Protocol, RunRecord
 from fedprism.report import figures, formats
 from fedprism.report.models import architectures_of, decided, models
 from fedprism.report.table import GAIN, LOCAL, MANY, Table, grouped, table

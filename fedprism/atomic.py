@@ -29,7 +29,7 @@ def write(path: Path, data: bytes, sync: bool = True) -> None:
         temporary.unlink(missing_ok=True)
         raise
     if sync:
-        sync_folder(path.parent)
+        fsync(path.parent)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -44,11 +44,11 @@ def write_all(descriptor: int, data: bytes) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
-def sync_folder(path: Path) -> None:
-    """Make renames and deletions in a folder last through a power cut."""
-    if os.name == "nt":  # folders cannot be opened there, and a rename needs no such help
+def fsync(path: Path) -> None:
+    """Make a file, or the renames and deletions in a folder, last through a power cut."""
+    if path.is_dir() and os.name == "nt":  # folders cannot be opened there, and a rename needs no such help
         return
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)
     finally:
