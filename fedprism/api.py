@@ -457,9 +457,9 @@ class ClientModel:
     def _parts(self, images: Any) -> Iterator[tuple[Tensor, Draw]]:
         """Images or texts as the model takes them, some at a time, with the noise of each."""
         shape = self.info.archs[self.client].shape
-        if isinstance(images, str):
+        if isinstance(images, str) and len(shape) == 2:
             raise DataError(f"{images[:40]!r} is one text; give a list: [{images[:40]!r}].")
-        if len(shape) == 2 and isinstance(images, Sequence) and all(isinstance(each, str) for each in images):
+        if len(shape) == 2 and isinstance(images, Sequence) and images and all(isinstance(x, str) for x in images):
             images = agnews.encode(images, self.config.data)
         x = normalise(_as_inputs(images, shape), self.config.data.normalize)
         for step, part in enumerate(torch.split(x, SWEEP_BATCH) if len(x) else ()):

@@ -389,6 +389,8 @@ def test_what_does_not_fit_is_told_before_the_old_run_is_touched(three: fp.Feder
 def test_one_number_is_no_image(run: fp.Run) -> None:
     with pytest.raises(fp.DataError, match="expected"):
         next(iter(run.models.values())).predict(np.uint8(3))
+    with pytest.raises(fp.DataError, match="For files use `predict_files`"):
+        next(iter(run.models.values())).predict("photo.png")
 
 
 def test_tokens_that_are_no_words_of_the_vocabulary_are_refused() -> None:

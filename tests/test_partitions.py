@@ -705,6 +705,11 @@ def test_superclass_with_all_test_images_of_its_subclasses() -> None:
     assert len(np.unique(every)) == len(dataset) < len(every)
 
 
+def test_all_test_images_need_a_test_part() -> None:
+    with pytest.raises(ConfigError, match=r"test is all, .* data\.split\.test cuts one anew"):
+        dealt("superclass", dataset_of(3, 40), clients=2, test="all")
+
+
 def test_dirichlet_draws_until_enough_is_left_to_train_on() -> None:
     """`least_train` is what a client must be dealt, here more than `least`."""
     dataset = replace(dataset_of(4, 200), least_train=60)

@@ -416,7 +416,9 @@ def test_runs_from_before_auto_are_what_they_were() -> None:
     for name in ("digits-skew", "folder:sites"):
         raw = {"name": name, "partition": {"name": "domain", "clients": 5}, "image_size": 16}
         recorded = runfile.completed(structure({"data": raw}, Config), {"data": raw})
-        runfile.check_config(path, recorded, structure({"data": {"name": name}}, Config), "the one given")
+        for partition in ("domain", {"name": "domain", "clients": None}):
+            given = structure({"data": {"name": name, "partition": partition}}, Config)
+            runfile.check_config(path, recorded, given, "the one given")
     given = structure({"data": {"name": "digits-skew", "partition": {"name": "domain", "clients": 4}}}, Config)
     with pytest.raises(RecordError, match="clients: 5 recorded, 4"):
         runfile.check_config(path, structure({}, Config), given, "the one given")

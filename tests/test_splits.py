@@ -241,3 +241,10 @@ def test_a_test_part_that_is_rounded_up(monkeypatch: pytest.MonkeyPatch) -> None
     config = DataConfig(name="dslr", partition=Named("domain", {"clients": 1}), split=SplitConfig(validation=0.0))
     assert sizes(make_federation(config, 0)) == [(125, 0, 32)]
     assert sizes(make_federation(replace(config, split=SplitConfig(validation=0.0, test=0.2)), 0)) == [(125, 0, 32)]
+
+
+@pytest.mark.parametrize("seed", [1, 7, 31])
+def test_a_dirichlet_draw_leaves_enough_to_train_on(seed: int) -> None:
+    """Of 64 images 20 are for training, of 65 and of 66 only 19: what a client is dealt must do for any more, too."""
+    made = federation("digits-skew", seed=seed, partition={"name": "dirichlet", "clients": 14, "alpha": 1.0})
+    assert min(size[0] for size in sizes(made)) >= 20

@@ -577,7 +577,7 @@ def _prepare(source: Source, root: Path, seen: Checksums, console: Console) -> l
                 _unpack(source, file, path, console)
             except BadArchive as error:
                 if file.checksum is not None or known:
-                    raise
+                    raise DataError(f"{error}{' Remove it first.' if lay_there else ''}") from error
                 seen.forget(key)  # what cannot be unpacked must not be what later downloads are held to
                 if not lay_there:
                     path.unlink()

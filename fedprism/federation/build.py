@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import replace
@@ -109,12 +110,18 @@ def _set_aside(dataset: Dataset, wanted: int, seed: int) -> Indices:
 
 
 def _to_deal(dataset: Dataset, config: DataConfig) -> int:
-    """So many images (of the training part, where there is a test part) leave a client enough to train on."""
+    """So many images or more (of the training part, where there is a test part) leave a client enough to train on."""
     validation = config.split.validation if config.split.rule == "shares" else 0.0
-    test, n = 0.0 if dataset.is_test is not None else dataset.test_share, dataset.least_train
-    while n - count(validation, n) - count(test, n, dataset.round_up) < dataset.least_train:
-        n += 1
+    test = 0.0 if dataset.is_test is not None else dataset.test_share
+    n = math.ceil((dataset.least_train + 2) / (1 - validation - test))  # rounding takes less than two
+    while n > 1 and _left(n - 1, validation, test, dataset.round_up) >= dataset.least_train:
+        n -= 1
     return n
+
+
+def _left(n: int, validation: float, test: float, round_up: bool) -> int:
+    """How many of n images are for training."""
+    return n - count(validation, n) - count(test, n, round_up)
 
 
 def _divide(dataset: Dataset, config: DataConfig, share: Share, seed: int) -> Parts:

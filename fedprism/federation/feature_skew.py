@@ -106,6 +106,11 @@ class Superclass(Partition):
                 f"{self.asked(clients)}, but each superclass of {dataset.name!r} has {each} subclasses, one a client; "
                 f"ask for a multiple of {each}."
             )
+        if self.test == "all" and dataset.is_test is None:
+            raise ConfigError(
+                "data.partition.test is all, which is about a test part of the dataset's own, but data.split.test cuts "
+                "one anew, or there is none; leave one of them out."
+            )
 
     def shares(self, dataset: Dataset, pool: Indices, clients: int, seed: int) -> list[Share]:
         rng, owner = keys.numpy_generator(seed, "superclass"), nobody(dataset)

@@ -197,7 +197,7 @@ class Dirichlet(Partition):
         held = sizes.sum(axis=1)
         asked = np.array([self._least(int(n), clients) for n in held])
         least = np.maximum(asked, [needed, *[1] * (len(held) - 1)])
-        lower = "lower data.partition.least" if (asked >= least).all() else "give less to data.split"
+        lower = "lower data.partition.least" if asked[0] >= least[0] else "give less to data.split"
         if (clients * least > held).any():
             raise DataError(
                 f"{clients} clients cannot have {_images(least)} each: there are {_images(held)}. "

@@ -158,6 +158,8 @@ def spelled(config: Config) -> Config:
     kind = data.name.partition(":")[0]
     if kind in ("digits-skew", "folder") and data.image_size == "auto":
         data = replace(data, image_size=SIDE)
+    settings = {key: value for key, value in data.partition.settings.items() if value is not None}
+    data = replace(data, partition=Named(data.partition.name, settings))
     if kind == "digits-skew" and data.domains is None and data.partition == Named("domain"):
         data = replace(data, partition=Named("domain", {"clients": len(STYLES)}))
     return replace(config, data=data)

@@ -164,6 +164,8 @@ class Holdings:
         every = len(self.of.counted.clients)
         notes = [f"{len(shown)} of {every} clients, evenly drawn."] if len(shown) < every else []
         notes.append(f"{self.of.rows.capitalize()} are counted over train, validation and test together.")
+        if self.of.counted.data.partition.settings.get("test") == "all":
+            notes.append("Test images that several clients have count once for each of them.")
         if self.of.noise:
             notes.append("Noise is the standard deviation of what is added to pixels, which are 0 to 255.")
         yield from (Text(note, style="dim") for note in notes)
