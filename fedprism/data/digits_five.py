@@ -25,7 +25,7 @@ from fedprism.data.base import DATASETS, Dataset, chosen_domains, side
 from fedprism.data.cache import Arrays, Store, converted
 from fedprism.data.digit_files import idx, libsvm, listed, mat
 from fedprism.data.packed import mosaic
-from fedprism.data.parts import Part, cut, fill
+from fedprism.data.parts import Part, cut, dataset_of, fill
 from fedprism.data.places import root_of
 from fedprism.data.sources import looking, missing, visible
 from fedprism.errors import DataError
@@ -44,7 +44,7 @@ STAND_IN_SIZE = (0, 7438, 1860)  # seed, training and test images: the same in e
 def mnist(config: DataConfig, seed: int) -> Dataset:
     """70,000 handwritten digits in grey, 28 pixels a side; 10,000 of them are the test part."""
     arrays = _arrays("mnist", ("mnist",), root_of(config), side(config, SIDE), channels=1)
-    return _dataset("mnist", ("mnist",), arrays)
+    return dataset_of("mnist", arrays, ("mnist",), DIGITS, TEST_SHARE)
 
 
 @DATASETS.register("digits-five")
@@ -52,21 +52,7 @@ def digits_five(config: DataConfig, seed: int) -> Dataset:
     """Digits of five domains, MNIST, MNIST-M, SVHN, USPS and SynthDigits, in colour, 28 pixels a side."""
     domains = chosen_domains(config, (*DOMAINS, STAND_IN), DOMAINS)
     arrays = _arrays("digits-five", domains, root_of(config), side(config, SIDE), channels=3)
-    return _dataset("digits-five", domains, arrays)
-
-
-def _dataset(name: str, domains: tuple[str, ...], arrays: Arrays) -> Dataset:
-    return Dataset(
-        name=name,
-        images=arrays.inputs,
-        labels=arrays.columns["labels"],
-        domains=arrays.columns["domains"],
-        domain_names=domains,
-        class_names=DIGITS,
-        is_test=arrays.columns["is_test"],
-        test_share=TEST_SHARE,
-        round_up=True,
-    )
+    return dataset_of("digits-five", arrays, domains, DIGITS, TEST_SHARE)
 
 
 # --- what lies where -------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from fedprism.data.base import DATASETS, Dataset, chosen_domains, side
 from fedprism.data.cache import Arrays, Store, converted
 from fedprism.data.folder import WORKERS
 from fedprism.data.packed import Jpegs
-from fedprism.data.parts import damaged, reading
+from fedprism.data.parts import damaged, dataset_of, reading
 from fedprism.data.pictures import DAMAGED, SUFFIXES, read_picture, reason
 from fedprism.data.places import root_of
 from fedprism.data.sources import looking, missing
@@ -104,7 +104,7 @@ def domainnet_10(config: DataConfig, seed: int) -> Dataset:
         lists.append(found)
     sources = [*lists, *folders]
     arrays = _arrays(name, sources, side(config, 256), domains, lambda: _domainnet(base, lists, there))
-    return _dataset(name, arrays, domains, tuple(DOMAINNET))
+    return dataset_of(name, arrays, domains, tuple(DOMAINNET), TEST_SHARE)
 
 
 @DATASETS.register("tiny-imagenet")
@@ -135,21 +135,7 @@ def tiny_imagenet(config: DataConfig, seed: int) -> Dataset:
         return _tiny_packed(packed) if home is None else _tiny(home, wnids)
 
     arrays = _arrays(name, sources, side(config, 64), (name,), pictures)
-    return _dataset(name, arrays, (name,), tuple(arrays.facts["class_names"]))
-
-
-def _dataset(name: str, arrays: Arrays, domains: tuple[str, ...], classes: Sequence[str]) -> Dataset:
-    return Dataset(
-        name=name,
-        images=arrays.inputs,
-        labels=arrays.columns["labels"],
-        domains=arrays.columns["domains"],
-        domain_names=domains,
-        class_names=tuple(classes),
-        is_test=arrays.columns.get("is_test"),
-        test_share=TEST_SHARE,
-        round_up=True,
-    )
+    return dataset_of(name, arrays, (name,), arrays.facts["class_names"], TEST_SHARE)
 
 
 # --- a folder a domain, in it a folder a class -----------------------------------------------------------------------
@@ -175,7 +161,7 @@ def _by_domain(
             return _packed(packed, domains, tuple(classes))
         return _published(root / name, [(path, *place) for folder, place in folders.items() for path in _files(folder)])
 
-    return _dataset(name, _arrays(name, sources, size, domains, pictures), domains, tuple(classes))
+    return dataset_of(name, _arrays(name, sources, size, domains, pictures), domains, tuple(classes), TEST_SHARE)
 
 
 def _class_folders(

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from fedprism.data.cache import Store
+from fedprism.data.base import Dataset
+from fedprism.data.cache import Arrays, Store
 from fedprism.data.pictures import DAMAGED, reason
 from fedprism.errors import DataError
 
@@ -28,6 +29,21 @@ class Part(NamedTuple):
     columns: Mapping[str, NDArray[Any]]  # [n] each; `labels` at least
     is_test: bool
     pixels: Callable[[], Iterator[Pixels]]
+
+
+def dataset_of(name: str, arrays: Arrays, domains: Sequence[str], classes: Sequence[str], test_share: float) -> Dataset:
+    """What was converted, as a dataset: its columns are labels, domains and, where it has a test part, is_test."""
+    return Dataset(
+        name=name,
+        images=arrays.inputs,
+        labels=arrays.columns["labels"],
+        domains=arrays.columns["domains"],
+        domain_names=tuple(domains),
+        class_names=tuple(classes),
+        is_test=arrays.columns.get("is_test"),
+        test_share=test_share,
+        round_up=True,
+    )
 
 
 def fill(store: Store, parts: Sequence[Part], side: int, channels: int = 3) -> None:
