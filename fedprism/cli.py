@@ -402,10 +402,10 @@ def list_(
       fedprism list methods
     """
     with _told(), _loading():
-        if what is Kind.experiments:
-            typer.echo("There are no experiments so far: configurations that repeat a published table.")
-            return
         header, rows = _listed(what)
+    if not rows:
+        typer.echo("There is no folder experiments/ with configurations here; it comes with the source of fedprism.")
+        return
     listing = RichTable(box=None, pad_edge=False, header_style="bold")
     for place, name in enumerate(header):
         listing.add_column(name, justify="right" if name == "lines" else "left", no_wrap=place == 0)
@@ -848,8 +848,16 @@ def _listed(what: Kind) -> tuple[list[str], list[list[str]]]:
         return ["method", "kind", "stays with the client", "lines", "paper"], rows
     if what is Kind.models:
         return ["model", ""], [[name, family.description] for name, family in MODELS.items()]
+    if what is Kind.experiments:
+        return ["experiment", ""], [[str(file), _told_by(file)] for file in sorted(Path("experiments").rglob("*.yaml"))]
     kinds: dict[Kind, Any] = {Kind.datasets: DATASETS, Kind.partitions: PARTITIONS, Kind.engines: ENGINES}
     return [what.removesuffix("s"), ""], [[name, _first_line(item)] for name, item in kinds[what].items()]
+
+
+def _told_by(file: Path) -> str:
+    """What a configuration says of itself after its command: up to the first colon."""
+    lines = file.read_text(encoding="utf-8").splitlines()[1:2]
+    return lines[0].removeprefix("# ").partition(":")[0] if lines and lines[0].startswith("# ") else ""
 
 
 def _first_line(item: Any) -> str:

@@ -120,13 +120,20 @@ def test_version() -> None:
         ("models", ["cnn4", "lenet-bn", "resnet18"]),
         ("partitions", ["domain"]),
         ("engines", ["inprocess"]),
-        ("experiments", ["no experiments so far"]),
+        ("experiments", ["experiments/setups/fedcp-cifar100-practical.yaml", "FedCP's practical setting"]),
     ],
 )
-def test_list(what: str, names: Sequence[str]) -> None:
+def test_list(what: str, names: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLE.parent.parent)
+    monkeypatch.setenv("COLUMNS", "200")
     result = call("list", what)
     assert result.exit_code == 0
     assert all(name in result.output for name in names)
+
+
+def test_list_of_experiments_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "no folder experiments/" in call("list", "experiments").output
 
 
 def test_list_of_something_else() -> None:
