@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedprism.config import DataConfig, setting
+from fedprism.config import DataConfig, plain, setting
 from fedprism.data import text
 from fedprism.data.base import DATASETS, WITH_OPTIONS, Dataset, options
 from fedprism.data.cache import Arrays, Store, converted
@@ -55,7 +55,7 @@ def load(config: DataConfig, seed: int) -> Dataset:
     """AG News: news in four topics as texts of 200 tokens; its own test part; for text models such as fasttext."""
     for key, value, neutral in (("image_size", config.image_size, "auto"), ("augment", config.augment, "none")):
         if value != neutral:
-            raise ConfigError(f"data.{key} is {value!r}, but {NAME} holds texts, not images; set it to {neutral}.")
+            raise ConfigError(f"data.{key} is {plain(value)}, but {NAME} holds texts, not images; set it to {neutral}.")
     arrays = _arrays(config)
     labels = arrays.columns["label"]
     return Dataset(

@@ -17,6 +17,7 @@ from fedprism import atomic
 from fedprism import config as configuration
 from fedprism.errors import FedprismError
 from fedprism.federation import ClientData, Federation, make_federation
+from fedprism.federation.partitions import partition_of
 from fedprism.methods import METHODS
 from fedprism.records import Protocol, RunRecord
 from fedprism.report import figures, formats
@@ -237,6 +238,7 @@ def _settings(records: Sequence[RunRecord]) -> str:
         "methods": ", ".join(grouped(records)),
         "seeds": ", ".join(str(seed) for seed in sorted({record.seed for record in records})),
         "data": f"{first.config.data.name}, {len(first.clients)} clients, {len(first.class_names)} classes",
+        "partition": _dealt(first.config.data.partition),
         "model": "; ".join(archs) or first.config.model.name,
         "rounds": f"{train.rounds}, {train.epochs} local epochs, batch {train.batch}",
         "versions": ", ".join(f"{name} {value}" for name, value in versions.items()),
@@ -252,6 +254,17 @@ def _settings(records: Sequence[RunRecord]) -> str:
         note = f" (seed {group[0].seed}; the others differ in nothing else)" if len(group) > 1 else ""
         configs.append(f"<details><summary>configuration of {escape(label)}{note}</summary><pre>{text}</pre></details>")
     return f"<dl>{items}</dl>\n" + "\n".join(configs)
+
+
+def _dealt(named: configuration.Named) -> str:
+    """A partition with all of its settings, defaults too.
+
+    >>> _dealt(configuration.Named("noise", {"sigma": 5.0}))
+    'noise: clients 10, sigma 5.0'
+    """
+    settings = configuration.plain(partition_of(named)).items()
+    words = ", ".join(f"{key} {value}" for key, value in settings if value is not None)
+    return f"{named.name}: {words}" if words else named.name
 
 
 def amount(size: float) -> str:
