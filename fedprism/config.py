@@ -188,7 +188,9 @@ class ClientsConfig:
     weighting: Literal["method", "samples", "uniform"] = setting("method", "of the clients in an average")
     broadcast: Literal["method", "participants", "all"] = setting("method", "who is sent the new state")
     train: Literal["method", "participants", "all"] = setting("method", "who trains; only participants are averaged")
-    state: Literal["memory"] = setting("memory", "where clients' states live between rounds")
+    state: Literal["memory", "disk"] = setting(
+        "memory", "where clients' states live between rounds; disk: a file a client, so that memory stays bounded"
+    )
 
 
 MOMENTS = ("received", "trained", "adapted", "global")
@@ -219,10 +221,21 @@ class RunConfig:
     )
     memory_format: Literal["contiguous", "channels_last"] = setting("contiguous", "of images; the bits depend on it")
     deterministic: bool = setting(True, "the same seed gives the same bits, on a GPU too")
-    precision: Literal["auto", "fp32", "tf32"] = setting("auto", "auto: tf32 on a GPU that has it, fp32 elsewhere")
-    compile: Literal[False] = setting(False, "compile the training step")
-    slots: int | Literal["auto"] = setting("auto", "clients at once on a GPU", _some, "auto, or 1 or more")
-    workers: int | Literal["auto"] = setting("auto", "worker processes on a CPU", _some, "auto, or 1 or more")
+    precision: Literal["auto", "fp32", "tf32", "bf16"] = setting(
+        "auto", "auto: tf32 on a GPU that has it, fp32 elsewhere; bf16: layers compute in bfloat16, weights stay fp32"
+    )
+    compile: Literal[False, True, "auto"] = setting(
+        False, "compile the training step (cuda-graphs); auto: where it pays. Equal to rounding, not bit by bit"
+    )
+    slots: int | Literal["auto"] = setting(
+        "auto",
+        "clients at once on a GPU; auto: found by a short probe. The bits do not depend on it",
+        _some,
+        "auto, or 1 or more",
+    )
+    workers: int | Literal["auto"] = setting(
+        "auto", "worker processes on a CPU; auto: one a core. The bits do not depend on it", _some, "auto, or 1 or more"
+    )
     checkpoint_every: int = setting(
         5, "rounds between checkpoints; a new best round is always kept", positive, "1 or more"
     )

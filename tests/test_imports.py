@@ -22,6 +22,7 @@ ORDER = [
     "records",
     "report",
     "api",
+    "bench",
     "cli",
 ]
 

@@ -47,9 +47,18 @@ class Engine(Protocol):
     def train(self, round: int, requests: Mapping[str, Request]) -> dict[str, Result | Failure]: ...
     def evaluate(self, round: int, requests: Mapping[str, Request]) -> dict[str, Scores | Failure]: ...
     def receive(self, round: int, requests: Mapping[str, Request]) -> dict[str, State | Failure]: ...
+    def close(self) -> None: ...
 
 
-ENGINES: Registry[type[InProcess]] = Registry("engine")
+class Kind(Protocol):
+    """What makes an engine: its class."""
+
+    def __call__(
+        self, method: Method, config: Config, info: Info, federation: Federation, device: torch.device
+    ) -> Engine: ...
+
+
+ENGINES: Registry[Kind] = Registry("engine")
 
 
 @ENGINES.register("inprocess")
@@ -73,6 +82,9 @@ class InProcess:
 
     def receive(self, round: int, requests: Mapping[str, Request]) -> dict[str, State | Failure]:
         return dict(self._each(client_receive, round, requests))
+
+    def close(self) -> None:
+        """Nothing is left running."""
 
     def _each(
         self, work: Callable[[Job, State | None, State, Me], T], round: int, requests: Mapping[str, Request]

@@ -76,6 +76,7 @@ class Loop:
                     break
             status = "diverged" if diverged else "finished"
         finally:
+            self.engine.close()
             for callback in callbacks:
                 callback.end(status)
         return status
