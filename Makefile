@@ -44,7 +44,7 @@ docs: $(VENV)/.installed-dev
 	$(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.installed
-	$(BIN)/python benchmarks/round_speed.py
+	$(BIN)/fedprism bench --quick
 	$(BIN)/python benchmarks/subspace_update.py
 
 clean:

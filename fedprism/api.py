@@ -21,12 +21,14 @@ from fedprism.data import Dataset, agnews, folder
 from fedprism.data.base import chosen_domains, side
 from fedprism.data.images import changes, check_inputs, normalise
 from fedprism.data.pictures import DAMAGED, read_picture, reason
+from fedprism.engines.choose import check_engine, make_engine
 from fedprism.engines.client import Job, client_receive, make_info, make_now
+from fedprism.engines.compiled import settle
 from fedprism.engines.events import Callback, Snapshot
-from fedprism.engines.inprocess import ENGINES
 from fedprism.engines.loop import Loop, make_loop
+from fedprism.engines.noise import keyed_draw
 from fedprism.engines.numerics import choose_device, choose_precision, numerics
-from fedprism.engines.passes import SWEEP_BATCH, keyed_draw, learning_rate
+from fedprism.engines.passes import learning_rate, sweep_batch
 from fedprism.errors import ConfigError, DataError, RecordError
 from fedprism.federation import ClientData, Federation, Split, make_federation
 from fedprism.federation.partitions import partition_of
@@ -53,16 +55,18 @@ def resolve(config: Config, given: Method | None = None) -> Config:
     configuration.structure(configuration.plain(method), type(method), "method")
     learning_rate(config.train, 0)
     changes(config.data.augment)
+    device = choose_device(config.run.device)
     if config.run.engine != "auto":
-        ENGINES[config.run.engine]
-    choose_precision(config.run.precision, choose_device(config.run.device))
+        check_engine(config.run.engine, device)
+    choose_precision(config.run.precision, device)
+    run = replace(config.run, compile=settle(config.run.compile, config.train.rounds, device))
     if "test" not in config.evaluate.splits:
         raise ConfigError(f"evaluate.splits is {list(config.evaluate.splits)}; the test part must be in it.")
     moments = tuple(dict.fromkeys((*config.evaluate.moments, method.moment)))
     evaluate = configuration.structure({**configuration.plain(config.evaluate), "moments": moments}, EvaluateConfig)
     if config.model.per_client == "folder":
         config = replace(config, model=replace(config.model, per_client=_own_models(config)))
-    return replace(config, method=named(method), evaluate=evaluate)
+    return replace(config, method=named(method), evaluate=evaluate, run=run)
 
 
 def _own_models(config: Config) -> dict[str, Any]:
@@ -189,8 +193,9 @@ def resume(
 def _check_clients(directory: RunDirectory, federation: Federation) -> None:
     """A run goes on with the clients that it was begun with."""
     begun, now = directory.clients, federation.names
-    odd = [f"{name!r} is new" for name in now if name not in begun]
-    odd += [f"{name!r} is gone" for name in begun if name not in now]
+    known, here = set(begun), set(now)
+    odd = [f"{name!r} is new" for name in now if name not in known]
+    odd += [f"{name!r} is gone" for name in begun if name not in here]
     if begun and odd:
         raise RecordError(
             f"{directory.path} was begun with the clients {', '.join(begun)}, but now {', '.join(odd)}. Go on with the "
@@ -203,8 +208,8 @@ def _make_loop(config: Config, federation: Federation, given: Method | None = No
     method, device = given or make(config.method), choose_device(config.run.device)
     check_inputs(config.data, federation.shape)
     info = make_info(config, federation.names, federation.classes, federation.shape)
-    kind = ENGINES["inprocess" if config.run.engine == "auto" else config.run.engine]
-    return make_loop(method, config, info, federation, kind(method, config, info, federation, device), device)
+    engine = make_engine(method, config, info, federation, device)
+    return make_loop(method, config, info, federation, engine, device)
 
 
 def _run_new(
@@ -230,7 +235,7 @@ def _run_new(
 
 def _run(loop: Loop, directory: RunDirectory, callbacks: Sequence[Callback], given: Method | None) -> Run:
     with numerics(loop.config.run, loop.device):
-        loop.run([directory.recorder(), *callbacks], start=directory.latest())
+        loop.run([directory.recorder(), *callbacks], start=directory.latest(), folder=directory.states)
     return load(directory.path, method=given)
 
 
@@ -393,7 +398,7 @@ class Models(Mapping[str, "ClientModel"]):
         self.snapshot: Snapshot = snapshot
 
     def __getitem__(self, client: str) -> ClientModel:
-        if client not in self._info.clients:
+        if client not in self._info.archs:
             raise KeyError(f"there is no client {client!r}; there are {', '.join(self._info.clients)}.")
         return ClientModel.of(self._method, self._config, self._info, self._class_names, self.snapshot, client)
 
@@ -462,7 +467,8 @@ class ClientModel:
         if len(shape) == 2 and isinstance(images, Sequence) and images and all(isinstance(x, str) for x in images):
             images = agnews.encode(images, self.config.data)
         x = normalise(_as_inputs(images, shape), self.config.data.normalize)
-        for step, part in enumerate(torch.split(x, SWEEP_BATCH) if len(x) else ()):
+        size = sweep_batch(x.device, (x.dtype, tuple(x.shape[1:])))
+        for step, part in enumerate(torch.split(x, size) if len(x) else ()):
             yield part, keyed_draw(torch.device("cpu"), self.info.seed, "serve", self.client, step)
 
     def predict_files(self, paths: Sequence[str | Path]) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,14 +15,18 @@ from fedprism.errors import RecordError
 _SUFFIX = ".partial"
 
 
-def write(path: Path, data: bytes, sync: bool = True) -> None:
-    """Replace `path` by `data` in one step. `sync=False`: the caller syncs the folder, once for many files."""
+def write(path: Path, data: bytes, sync: bool = True, lasting: bool = True) -> None:
+    """Replace `path` by `data` in one step. `sync=False`: the caller syncs the folder, once for many files.
+
+    `lasting=False`: the content need not last through a power cut yet; `link` sees to that later.
+    """
     temporary = path.with_name(f".{path.name}{_SUFFIX}")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         try:
             write_all(descriptor, data)
-            os.fsync(descriptor)
+            if lasting:
+                os.fsync(descriptor)
         finally:
             os.close(descriptor)
         os.replace(temporary, path)
@@ -30,6 +35,24 @@ def write(path: Path, data: bytes, sync: bool = True) -> None:
         raise
     if sync:
         fsync(path.parent)
+
+
+def link(source: Path, path: Path) -> None:
+    """Replace `path` by another name of `source`'s content in one step; the caller syncs the folder.
+
+    It is a copy where the file system has no such names, or where it is another one.
+    """
+    temporary = path.with_name(f".{path.name}{_SUFFIX}")
+    try:
+        temporary.unlink(missing_ok=True)
+        try:
+            os.link(source, temporary)
+        except OSError:
+            shutil.copyfile(source, temporary)
+        fsync(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)  # also where both were names of one file: then `replace` does nothing
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import json
 import os
+import shlex
 import shutil
 import sys
 import warnings
@@ -497,6 +498,100 @@ def explain(
         out.print(Text(f"In the last of {rounds} rounds: {_bytes(last.down)} down, {_bytes(last.up)} up."))
 
 
+@_command(_LEARN)
+def bench(
+    workloads: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="WORKLOAD",
+            help="[b]cnn4-n20-b10, cnn4-n20-b64, cnn4-n100-b10, digit6-n5-b32, alexnet-bn-n4-b32, resnet18-n20-b10[/b] "
+            "(model, clients, batch); left out: all.",
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A first look: few images, rounds and methods.")] = False,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:1; auto: a GPU where there is one.")] = "auto",
+    methods: Annotated[
+        str | None, typer.Option(metavar="A,B,...", help="Methods; left out: those of the workload.")
+    ] = None,
+    engines: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B,...",
+            help="[b]serial, inprocess, processes[/b] on a CPU, [b]serial, inprocess, cuda-graphs, "
+            "cuda-graphs-compiled[/b] on a GPU; left out: all. The one that others are compared to is always there.",
+        ),
+    ] = None,
+    options: Annotated[
+        bool, typer.Option("--options", help="Instead: what precision, memory format, slots and so on change.")
+    ] = False,
+    workers: Annotated[
+        bool, typer.Option("--workers", help="Instead: worker processes beside independent processes, on a CPU.")
+    ] = False,
+    growth: Annotated[
+        bool, typer.Option("--growth", help="Instead: time and memory against clients, model and participation.")
+    ] = False,
+    samples: Annotated[
+        int | None, typer.Option(min=2, help="Training images a client, at most; left out: see the table's notes.")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Measured rounds, at most.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="A .json file, or a folder; left out: benchmarks/results/DATE-DEVICE.json."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Measure rows again that are already there.")] = False,
+) -> None:
+    """How fast is it here? Engines side by side with a plain serial loop that does the same work.
+
+    All contenders of a row take turns, round by round, after a first round that is not counted; figures are medians of
+    the whole round (download, train, upload, average, evaluate) and of the training part alone. A row that is there
+    already is skipped, so that the same command goes on where it was stopped. Writes a JSON file and a Markdown page
+    beside it, with date, versions, device and load.
+
+    \b
+    Example:
+      fedprism bench --quick
+      fedprism bench cnn4-n20-b10 --methods fedavg,fedcp --device cuda
+      fedprism bench --options
+      fedprism bench --growth --out measured
+    """
+    again = "The same command goes on: rows that are there are skipped."
+    with _told(), _loading():
+        from fedprism.bench.engines import Ask, check, measure_engines, measure_options
+        from fedprism.bench.growth import measure_growth
+        from fedprism.bench.progress import Rows
+        from fedprism.bench.results import Results, place
+        from fedprism.bench.roofline import measure_roofline
+        from fedprism.bench.tables import fitting, grids
+        from fedprism.bench.workers import measure_workers
+        from fedprism.engines.numerics import choose_device
+
+        asked = Ask(
+            device=choose_device(device),
+            quick=quick,
+            workloads=tuple(workloads or ()),
+            methods=None if methods is None else tuple(_names(methods)),
+            engines=None if engines is None else tuple(_names(engines, "--engines", "serial,inprocess")),
+            samples=samples,
+            rounds=rounds,
+            force=force,
+            command=shlex.join(["fedprism", *sys.argv[1:]]),
+        )
+        check(asked)
+        results = Results(place(out, asked.device, quick), asked.device, quick)
+    with _told(again), Rows(_err()) as rows:
+        others = {measure_options: options, measure_workers: workers, measure_growth: growth}
+        for measure in [each for each, wanted in others.items() if wanted] or [measure_engines, measure_roofline]:
+            measure(asked, results, rows)
+    shown = _out()
+    for title, grid in grids(results).items():
+        shown.print(Text(f"\n{title}", style="bold"))
+        if shown.is_terminal:
+            shown.print(fitting(title, grid))
+        else:
+            typer.echo(str(grid))
+    _next(("figures", str(results.path)), ("the tables", str(results.path.with_suffix(".md"))))
+
+
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
@@ -713,10 +808,10 @@ def _print_counted(counted: Sequence[Counted], data: str, rounds: int) -> None:
     out.print(table)
 
 
-def _names(text: str) -> list[str]:
+def _names(text: str, option: str = "--methods", such: str = "local,fedavg,fedbn") -> list[str]:
     names = [name.strip() for name in text.split(",")]
     if not all(names):
-        raise ConfigError(f"--methods is {text!r}; expected names separated by commas, such as local,fedavg,fedbn.")
+        raise ConfigError(f"{option} is {text!r}; expected names separated by commas, such as {such}.")
     return names
 
 

@@ -14,34 +14,35 @@ from PIL import Image
 import fedprism as fp
 from fedprism.config import Config, Named, Normal, structure
 from fedprism.data.images import Crop, Flip, Rotate, augmentation, changes, normalise
+from fedprism.engines.noise import Noise, keyed_draw
 from fedprism.errors import ConfigError
 from fedprism.federation import Split
-from fedprism.methods.base import Me, Now, Pass
-from tests.helpers import Collect, loop_for, same
+from fedprism.methods.base import Draw, Me, Now, Pass, no_draw
+from tests.helpers import CPU, Collect, loop_for, same
 
 
-def rng(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+def draw(seed: int = 0) -> Draw:
+    return keyed_draw(CPU, seed)
 
 
 def images(n: int = 64, height: int = 6, width: int = 9) -> torch.Tensor:
-    return torch.rand(n, 3, height, width, generator=rng(1)) * 255
+    return draw(1)("images", n, 3, height, width) * 255
 
 
 def test_flip_mirrors_whole_images_with_its_probability() -> None:
     x = images(400)
-    y = Flip(p=0.25)(x, rng())
+    y = Flip(p=0.25)(x, draw())
     kept = (y == x).flatten(1).all(1)
     mirrored = (y == x.flip(3)).flatten(1).all(1)
     assert (kept ^ mirrored).all()
     assert 60 < int(mirrored.sum()) < 140
-    assert torch.equal(Flip(p=0.0)(x, rng()), x)
-    assert torch.equal(Flip(p=1.0)(x, rng()), x.flip(3))
+    assert torch.equal(Flip(p=0.0)(x, draw()), x)
+    assert torch.equal(Flip(p=1.0)(x, draw()), x.flip(3))
 
 
 def test_crop_moves_an_image_by_at_most_its_padding_and_fills_with_black() -> None:
     x = images(200, 7, 5)
-    y = Crop(padding=2)(x, rng())
+    y = Crop(padding=2)(x, draw())
     assert y.shape == x.shape
     padded = torch.nn.functional.pad(x, (2, 2, 2, 2))
     seen = set()
@@ -52,6 +53,14 @@ def test_crop_moves_an_image_by_at_most_its_padding_and_fills_with_black() -> No
     assert len(seen) == 25  # every place comes up
 
 
+def test_the_least_and_the_largest_number_crop_at_two_corners() -> None:
+    x = images(1, 7, 5)
+    padded = torch.nn.functional.pad(x, (2, 2, 2, 2))
+    for number, place in ((0.0, 0), (1 - 2**-24, 4)):  # the largest below 1 that noise can be
+        y = Crop(padding=2)(x, lambda name, *shape, number=number: torch.full(shape, number))
+        assert torch.equal(y, padded[:, :, place : place + 7, place : place + 5])
+
+
 @pytest.mark.parametrize("size", [(16, 16), (12, 20)])
 def test_rotation_is_about_the_middle_by_the_drawn_angle(size: tuple[int, int]) -> None:
     """Against Pillow's, image by image: a smooth picture, so that rounding at edges matters little."""
@@ -59,8 +68,8 @@ def test_rotation_is_about_the_middle_by_the_drawn_angle(size: tuple[int, int]) 
     y, x = np.mgrid[:height, :width]
     smooth = 128 + 100 * np.sin(x / width * 4 + 1) * np.cos(y / height * 3)
     batch = torch.tensor(smooth, dtype=torch.float32).expand(8, 3, height, width).contiguous()
-    turned = Rotate(degrees=40, interpolation="bilinear")(batch, rng(5))
-    angles = (2 * torch.rand(8, generator=rng(5)) - 1) * 40
+    turned = Rotate(degrees=40, interpolation="bilinear")(batch, draw(5))
+    angles = (2 * draw(5)("angle", 8) - 1) * 40
     inside = np.hypot(x - (width - 1) / 2, y - (height - 1) / 2) < min(height, width) / 2 - 1.5
     picture = Image.fromarray(smooth.astype(np.float32))
     for image, angle in zip(turned, angles.tolist(), strict=True):
@@ -73,10 +82,10 @@ def test_rotation_is_about_the_middle_by_the_drawn_angle(size: tuple[int, int]) 
 def test_corners_that_turn_in_are_black() -> None:
     """A square and itself turned by an angle have 2 / (1 + sin + cos) of it in common."""
     white = torch.full((300, 1, 64, 64), 255.0)
-    turned = Rotate(degrees=30)(white, rng())
+    turned = Rotate(degrees=30)(white, draw())
     assert set(turned.unique().tolist()) == {0.0, 255.0}  # nearest: no new values
-    assert torch.equal(Rotate(degrees=0)(white, rng()), white)
-    angle = ((2 * torch.rand(300, generator=rng()) - 1) * math.radians(30)).abs()
+    assert torch.equal(Rotate(degrees=0)(white, draw()), white)
+    angle = ((2 * draw()("angle", 300) - 1) * math.radians(30)).abs()
     lost = (turned == 0).flatten(1).float().mean(1)
     torch.testing.assert_close(lost, 1 - 2 / (1 + angle.sin() + angle.cos()), atol=0.02, rtol=0)
     assert float(lost.max()) > 0.14
@@ -84,18 +93,21 @@ def test_corners_that_turn_in_are_black() -> None:
 
 def test_draws_depend_on_purpose_and_step_alone() -> None:
     x = images(8, 8, 8).to(torch.uint8)
-    both = (Named("flip"), Named("crop", {"padding": 2}))
-    one, other = augmentation(both, 0, "", 3, "north"), augmentation(both, 0, "", 3, "south")
-    assert torch.equal(one(x, 0), augmentation(both, 0, "", 3, "north")(x, 0))
-    assert not torch.equal(one(x, 0), one(x, 1))
-    assert not torch.equal(one(x, 0), other(x, 0))
-    assert augmentation("none", 0)(x, 0) is x
+    change = augmentation((Named("flip"), Named("crop", {"padding": 2})))
+
+    def changed(client: str, step: int) -> torch.Tensor:
+        return change(x, Noise(CPU, 0, "augment", "", 3, client, 0).at(step))
+
+    assert torch.equal(changed("north", 0), changed("north", 0))
+    assert not torch.equal(changed("north", 0), changed("north", 1))
+    assert not torch.equal(changed("north", 0), changed("south", 0))
+    assert augmentation("none")(x, no_draw) is x  # and nothing is drawn
 
 
 def test_two_equal_changes_draw_by_themselves() -> None:
     """With the same draws, the second flip would undo the first of every image."""
     x = images(64, 4, 4)
-    twice = augmentation((Named("flip"), Named("flip")), 0)(x, 0)
+    twice = augmentation((Named("flip"), Named("flip")))(x, draw())
     mirrored = (twice == x.flip(3)).flatten(1).all(1)
     assert 16 < int(mirrored.sum()) < 48
 
@@ -108,7 +120,7 @@ def test_unknown_changes_and_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"padding is 0; expected 1 or more"):
         changes((Named("crop", {"padding": 0}),))
     with pytest.raises(ConfigError, match="these are texts"):
-        augmentation((Named("flip"),), 0)(torch.zeros(2, 5, dtype=torch.int32), 0)
+        augmentation((Named("flip"),))(torch.zeros(2, 5, dtype=torch.int32), draw())
 
 
 def test_training_sees_changed_images_and_tests_do_not() -> None:
@@ -172,25 +184,26 @@ def seen_by_passes(seed: int) -> tuple[Seen, torch.Tensor]:
                 Pass(watch("sweep"), "sweep", trains=()),
             ]
 
-    raw = {"seed": seed, "train": {"rounds": 2, "batch": 8}, "model": {"name": "mlp", "hidden": [4]}}
+    raw = {"seed": seed, "train": {"rounds": 2, "epochs": 2, "batch": 8}, "model": {"name": "mlp", "hidden": [4]}}
     config = structure({**raw, "data": {"augment": ["flip", {"name": "rotate", "degrees": 30}]}}, Config)
     loop_for(Watching(), config, replace(made, public=Split(x[:8], y[:8]))).run([])
     return seen, normalise(picture, "half")
 
 
-def test_passes_draw_by_seed_stream_round_client_and_step() -> None:
+def test_passes_draw_by_seed_stream_round_client_epoch_and_step() -> None:
     (seen, _), (again, _), (other_seed, _) = (seen_by_passes(seed) for seed in (0, 0, 1))
 
     def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> list[bool]:
         return [torch.equal(x, other) for x, other in zip(a, b, strict=True)]
 
     first = seen[0, "north", "one"]
-    assert len(first) == 3
+    assert len(first) == 6  # two epochs of three steps
     assert all(equal(first, again[0, "north", "one"]))
     assert not any(equal(first, other_seed[0, "north", "one"]))
     assert not any(equal(first, seen[1, "north", "one"]))
     assert not any(equal(first, seen[0, "south", "one"]))
     assert not any(equal(first[1:], first[:-1]))
+    assert not any(equal(first[3:], first[:3]))  # the same steps of another epoch
     assert all(equal(first, seen[0, "north", "two"]))  # of the same stream, whatever its name
     assert not any(equal(first, seen[0, "north", "own"]))
 

@@ -79,7 +79,7 @@ def test_writing_and_reading_loses_nothing(raw: dict[str, Any], tmp_path: Path) 
         ({"method": {"mu": 3}}, "neither a name nor a mapping with a `name`"),
         ({"model": 7}, "neither a model's name nor a mapping"),
         ({"model": {"head_layers": "al"}}, "Did you mean 'all'?"),
-        ({"run": {"compile": True}}, "run.compile"),
+        ({"run": {"compile": "always"}}, "run.compile"),
     ],
 )
 def test_a_mistake_is_named_with_its_path(raw: dict[str, Any], words: str) -> None:

@@ -37,8 +37,9 @@ from fedprism.engines.client import (
 from fedprism.engines.events import RoundRecord, Snapshot, Status
 from fedprism.engines.inprocess import InProcess, Request
 from fedprism.engines.loop import Loop
+from fedprism.engines.noise import keyed_draw
 from fedprism.engines.numerics import numerics
-from fedprism.engines.passes import inputs, keyed_draw
+from fedprism.engines.passes import inputs
 from fedprism.errors import ConfigError
 from fedprism.federation import Federation, Split
 from fedprism.methods import METHODS
@@ -300,6 +301,26 @@ def test_nothing_passes_from_client_to_client(
     name: str, kind: type[OneByOne], straight: Straight, tiny: Federation
 ) -> None:
     assert_same_run(train(method_of(name), config_of(), tiny, kind), straight(name))
+
+
+@every_method
+def test_bfloat16_follows_single_precision(name: str, straight: Straight, tiny: Federation) -> None:
+    """Layers compute in it; weights stay what they are, and a round ends near that in single precision."""
+    half: dict[str, Any] = {"train": {"rounds": 1}, "run": {"precision": "bf16"}}
+    normed, full = train(method_of(name), config_of(**half, evaluate={"moments": ALL_MOMENTS}), tiny), straight(name)
+    assert_sound(normed)
+    for client, state in normed.loop.states.items():
+        assert state is not None
+        assert shapes(state) == shapes(full.snapshots[1].clients[client] or {})
+        here, there = (run.records[1].scores["received"]["test"][client].loss for run in (normed, full))
+        assert 0 < abs(here - there) < 0.02 * there
+    # How far weights are apart: without batch norm, which makes much of rounding errors.
+    plain = [config_of(**sections, model={"name": "mlp"}) for sections in (half, {"train": {"rounds": 1}})]
+    one, other = (train(method_of(name), config, tiny) for config in plain)
+    for client in tiny.names:
+        first = {n: p.detach() for n, p in built(one, client).named_parameters()}
+        apart = far(*({n: (run.loop.states[client] or {})[n] for n in first} for run in (one, other)))
+        assert 0 < apart < 0.25 * far(first, other.loop.states[client]), client
 
 
 @every_method

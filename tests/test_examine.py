@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 import fedprism as fp
 from fedprism.config import Config, structure
 from fedprism.engines import evaluate
-from fedprism.engines.evaluate import QUANTILES, score
+from fedprism.engines.client import make_info
+from fedprism.engines.evaluate import QUANTILES, Figures, score
+from fedprism.engines.events import Score
 from fedprism.federation import Federation, Split
-from fedprism.methods.base import Draw, Method, Net, Seen
+from fedprism.methods.base import Draw, Me, Method, Net, Seen
 from tests.helpers import Collect, loop_for
 
 PIXELS = torch.arange(600, dtype=torch.uint8).reshape(600, 1, 1, 1)  # 0 to 255, twice, and some of a third time
@@ -31,10 +34,22 @@ def look(model: nn.Module, x: Tensor, draw: Draw) -> Seen:
     return Seen(ones, {"dark": dark}, {"pixel": pixel, "pair": values}, {"pair": values})
 
 
+def scored() -> Score:
+    """All pixels, after something else whose numbers are read with these."""
+    config, figures = Config(), Figures()
+    me = Me(nn.Identity(), config.train, make_info(config, ("a",), 2, (1, 16, 16)))
+    figures.add(torch.full((3,), 7.0))
+    read = score(look, me, Split(PIXELS, LABELS), config, 2, (0,), figures)
+    return read(figures.tensor().tolist())
+
+
 def test_counts_means_and_quantiles_over_batches() -> None:
-    found = score(look, nn.Identity(), Split(PIXELS, LABELS), Config(), 2, (0,))
+    found = scored()
     pixels = PIXELS.flatten().double()
     assert found.correct == int((LABELS == 1).sum())
+    assert (found.right, found.predicted) == ((0, found.correct), (0, 600))
+    assert found.actual == (int((LABELS == 0).sum()), int((LABELS == 1).sum()))
+    assert found.loss == pytest.approx(float((math.log1p(math.e) - LABELS.double()).sum()), rel=1e-6)
     assert found.paths == {"dark": int(((pixels >= 128) == (LABELS == 1)).sum())}
     assert found.inside["pixel"] == pytest.approx(float(pixels.mean()), abs=1e-4)
     assert found.inside["pair"] == pytest.approx(float(pixels.mean()) + 500, abs=1e-4)
@@ -49,10 +64,13 @@ def test_counts_means_and_quantiles_over_batches() -> None:
 def test_of_very_many_values_every_kth_image_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluate, "MOST_VALUES", 300)
     sizes = []
-    cat = torch.cat
-    monkeypatch.setattr(torch, "cat", lambda parts: sizes.append(sum(len(p) for p in parts)) or cat(parts))
-    found = score(look, nn.Identity(), Split(PIXELS, LABELS), Config(), 2, (0,))
-    assert sizes[-1] <= 304  # a remainder a batch
+    quantiles = evaluate._quantiles
+    monkeypatch.setattr(
+        evaluate, "_quantiles", lambda parts: sizes.append(sum(len(p) for p in parts)) or quantiles(parts)
+    )
+    found = scored()
+    assert len(sizes) == 1
+    assert 290 <= sizes[0] <= 304  # a remainder a batch
     assert found.inside["pair/q50"] == pytest.approx(625, abs=400)
 
 

@@ -408,7 +408,8 @@ def test_logs_hold_both_inner_products(tiny: Federation, batch: tuple[Tensor, Te
     slot = slot_of(FediOS(), tiny, batch)
     slot.loss()
     z, own = slot.raw
-    (raw,), (projected,) = slot.me.logs["inner/raw"], slot.me.logs["inner/projected"]
+    assert slot.me.counts == {"inner/raw": 1, "inner/projected": 1}
+    raw, projected = slot.me.sums["inner/raw"], slot.me.sums["inner/projected"]
     assert float(raw) == pytest.approx((z * own).sum(1).abs().mean().item(), rel=1e-5)
     assert float(projected) < TIGHT < float(raw)
 
@@ -437,7 +438,7 @@ def test_without_personal_bodies(without: Any, tiny: Federation, batch: tuple[Te
     o = model.basis["generic"]
     scores = model.net.head(model.net.body(slot.x) @ (o @ o.T))
     assert_same_loss(slot, 2 * cross_entropy(scores, slot.y))
-    assert not slot.me.logs
+    assert not slot.me.counts
     seen = slot.method.examine(model, slot.x, no_draw)
     assert_close(seen.scores, scores.detach())
     assert torch.equal(seen.scores, slot.method.predict_global(model, slot.x, no_draw))

@@ -44,6 +44,29 @@ def test_same_seed_same_bits_and_resumed_is_straight(method: str, tmp_path: Path
     same_bits_and_resumed_is_straight({**RAW, "method": method}, tmp_path)
 
 
+SIZES = [40, 23, 17]  # whole batches, a last one that is smaller, and one that is merged
+
+
+def metrics(raw: dict[str, Any], path: Path) -> bytes:
+    run = api.run_config(structure(raw, Config), "x", out=path)
+    assert run.status == "finished"
+    return (run.path / "metrics.jsonl").read_bytes()
+
+
+def with_engine(raw: dict[str, Any], engine: str, **run: Any) -> dict[str, Any]:
+    return {**raw, "run": {**raw["run"], "engine": engine, **run}}
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+def test_captured_steps_give_the_bits_of_the_reference(method: str, tmp_path: Path) -> None:
+    """Three rounds of two epochs, whatever the number of slots; states and logs are in the metrics by their losses."""
+    raw = {**RAW, "method": method, "train": {"rounds": 3, "epochs": 2, "batch": 8}}
+    raw["data"] = {"partition": {"name": "domain", "clients": 5}, "fraction": 0.3}
+    expected = metrics(with_engine(raw, "inprocess"), tmp_path / "reference")
+    for slots in (1, 2, 5):
+        assert metrics(with_engine(raw, "cuda-graphs", slots=slots), tmp_path / f"{slots}") == expected
+
+
 @pytest.mark.parametrize("adapter", ["pool", "linear"])
 @pytest.mark.parametrize("method", ["local", "fedproto", "fedsce"])
 def test_different_architectures(method: str, adapter: str, tmp_path: Path) -> None:

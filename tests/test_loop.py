@@ -14,7 +14,7 @@ from fedprism.config import Config, structure
 from fedprism.engines import loop as round_loop
 from fedprism.engines.client import Failure, Result, make_info, not_finite
 from fedprism.engines.inprocess import InProcess
-from fedprism.engines.loop import check_upload, digest, draw_cohort, drop_outs
+from fedprism.engines.loop import check_uploads, digest, draw_cohort, drop_outs
 from fedprism.errors import ConfigError, FedprismError
 from fedprism.federation import ClientData, Federation, Split, federation
 from fedprism.methods.base import Me, Method, Net, Now, Pass, State
@@ -245,18 +245,26 @@ def test_a_learning_rate_that_explodes_is_diverged(three: Federation) -> None:
         assert all(t.isfinite().all() for t in loop.server.values())
 
 
-def test_check_upload_by_hand() -> None:
+def test_check_uploads_by_hand() -> None:
     server = {"w": torch.zeros(2)}
-    declared = {"w": "weights", "n": "scalar"}
     good = {"w": torch.ones(2), "n": torch.tensor(3)}
-    assert check_upload(good, declared, server) is None
-    refused = check_upload({**good, "n": torch.tensor(float("inf"))}, declared, server)
-    assert refused == Failure("n in its upload is not finite", non_finite=True)
-    refused = check_upload({**good, "n": torch.ones(3)}, declared, server)
-    assert refused == Failure("n in its upload is torch.float32 of shape (3,), expected torch.float32 of shape ()")
-    refused = check_upload({"w": torch.ones(2)}, declared, server)
-    assert refused is not None
-    assert not refused.non_finite
+    given = {
+        "good": good,
+        "infinite": {**good, "n": torch.tensor(float("inf"))},
+        "wide": {**good, "n": torch.ones(3)},
+        "short": {"w": torch.ones(2)},
+        "double": {**good, "w": torch.ones(2, dtype=torch.float64)},
+        "not a number": {"w": torch.tensor([1.0, float("nan")]), "n": torch.tensor(float("nan"))},
+    }
+    refused = check_uploads(given, {client: {"w": "weights", "n": "scalar"} for client in given}, server)
+    assert refused == {
+        "infinite": Failure("n in its upload is not finite", non_finite=True),
+        "wide": Failure("n in its upload is torch.float32 of shape (3,), expected torch.float32 of shape ()"),
+        "double": Failure("w in its upload is torch.float64 of shape (2,), expected torch.float32 of shape (2,)"),
+        "short": Failure("its upload is not what the method declares: n missing or unknown"),
+        "not a number": Failure("w in its upload is not finite", non_finite=True),
+    }
+    assert check_uploads({}, {}, server) == {}
 
 
 @dataclass(frozen=True)

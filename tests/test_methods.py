@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import math
 import tokenize
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,13 +12,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fedprism.methods
+from fedprism import keys
 from fedprism.config import Config, Named, structure
-from fedprism.engines.client import Job, client_round, make_info, open_slot
+from fedprism.engines.client import (
+    Job,
+    Result,
+    client_round,
+    finite_ends,
+    first_not_finite,
+    make_info,
+    not_finite,
+    open_slot,
+)
 from fedprism.errors import ConfigError, FedprismError
-from fedprism.federation import Federation
+from fedprism.federation import ClientData, Federation, Split
 from fedprism.methods import METHODS, find, leaves, make, named
 from fedprism.methods.base import (
     Info,
@@ -35,7 +46,7 @@ from fedprism.methods.base import (
 from fedprism.methods.fedavg import FedAvg
 from fedprism.methods.fedprox import FedProx
 from fedprism.models import Arch
-from tests.helpers import loop_for
+from tests.helpers import cut, loop_for, same, same_result
 
 METHOD_FILES = Path(fedprism.methods.__file__).parent
 
@@ -124,9 +135,49 @@ def test_freeze_takes_another_state(me: Me) -> None:
 
 def test_log_detaches_and_takes_means(me: Me) -> None:
     me.log("loss", torch.tensor([1.0, 3.0], requires_grad=True))
+    assert float(me.sums["loss"]) == 2.0
+    me.log("loss", torch.tensor(6.0, requires_grad=True))
+    me.log("hits", torch.tensor([True, False, True, True]))
+    assert (float(me.sums["loss"]), me.counts["loss"]) == (2.0 + 6.0, 2)
+    assert (float(me.sums["hits"]), me.counts["hits"]) == (0.75, 1)
+    assert not any(total.requires_grad for total in me.sums.values())
+
+
+def test_a_log_of_many_values_does_not_round(me: Me) -> None:
+    """float32 holds no odd number above 2**24."""
+    for value in (2.0**24, 1.0, 1.0, 1.0):
+        me.log("large", torch.tensor(value))
+    assert float(me.sums["large"]) == 2**24 + 3
+
+
+def test_cleared_logs_begin_anew_at_the_same_address(me: Me) -> None:
     me.log("loss", torch.tensor(6.0))
-    assert [float(value) for value in me.logs["loss"]] == [2.0, 6.0]
-    assert not any(value.requires_grad for value in me.logs["loss"])
+    total = me.sums["loss"]
+    me.clear_logs()
+    assert me.counts == {}
+    me.log("loss", torch.tensor(5.0))
+    assert me.sums["loss"] is total  # what was recorded of a step adds to it
+    assert (float(total), me.counts["loss"]) == (5.0, 1)
+
+
+def test_a_client_does_not_report_what_another_in_its_slot_has_logged(tiny: Federation) -> None:
+    @dataclass(frozen=True)
+    class Own(Method):
+        def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
+            me.log("of all", x.mean())
+            me.log(f"of {len(y)}", x.mean())
+            return super().loss(me, x, y)
+
+    config = structure({"model": {"name": "mlp"}, "train": {"rounds": 1, "batch": 64}}, Config)
+    loop = loop_for(Own(), config, cut(tiny, (40, 25, 10)))
+    jobs = [Job(Own(), config, loop.info, data, 0) for data in loop.federation.clients.values()]
+    slot = open_slot(jobs[0])
+    for job, count in zip(jobs, (40, 25, 10), strict=True):
+        one, alone = (client_round(job, None, loop.server, place) for place in (slot, None))
+        assert isinstance(one, Result)
+        assert same_result(one, alone)
+        assert set(one.logs) == {"loss/train", "of all", f"of {count}"}
+        assert one.logs["of all"] == one.logs[f"of {count}"]
 
 
 def test_parameters_by_name(me: Me) -> None:
@@ -228,9 +279,33 @@ def test_average_sums_in_the_order_given() -> None:
     assert average([big, minus, small], [1.0, 1.0, 1.0])["w"].item() == 1.0
 
 
-def test_average_needs_a_weight_for_each() -> None:
+@pytest.mark.parametrize("leaf", [torch.ones(1), torch.tensor(3)], ids=["float", "counter"])
+def test_average_needs_a_weight_and_every_leaf_of_each(leaf: Tensor) -> None:
     with pytest.raises(ValueError):
-        average([{"w": torch.ones(1)}, {"w": torch.ones(1)}], [1.0])
+        average([{"w": leaf}, {"w": leaf}], [1.0])
+    with pytest.raises(KeyError, match="w"):
+        average([{"w": leaf}, {}], [0.5, 0.5])
+
+
+def test_average_keeps_types_the_order_of_leaves_and_what_it_is_given() -> None:
+    """Counters stand between floats of several types; a state may also be all counters."""
+    first: State = {
+        "seen": torch.tensor([2, 3]),
+        "w": torch.tensor([1.0, 2.0]),
+        "steps": torch.tensor(1, dtype=torch.int32),
+        "half": torch.tensor([[1.0]], dtype=torch.bfloat16),
+        "double": torch.tensor(1e-12, dtype=torch.float64),
+        "empty": torch.empty(0),
+    }
+    states = [first, {name: tensor * 3 for name, tensor in first.items()}]
+    before = [{name: tensor.clone() for name, tensor in state.items()} for state in states]
+    mean = average(states, [0.5, 0.5])
+    assert list(mean) == list(first)
+    for name, tensor in mean.items():
+        assert (tensor.dtype, tensor.shape) == (first[name].dtype, first[name].shape)
+        assert torch.equal(tensor, first[name] * 2)
+    assert all(same(state, copy) for state, copy in zip(states, before, strict=True))
+    assert average([{"n": torch.tensor(4)}, {"n": torch.tensor(9)}], [0.5, 0.5])["n"].item() == 6  # 6.5, to even
 
 
 def test_squared_distance_over_the_leaves_of_the_anchor() -> None:
@@ -256,8 +331,68 @@ def test_load_overwrites_what_it_is_given_in_place() -> None:
     ],
 )
 def test_load_names_what_does_not_fit(state: State, words: str) -> None:
+    model = nn.Linear(2, 1)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(FedprismError, match=words):
-        load(nn.Linear(2, 1), state)
+        load(model, {"bias": torch.full((1,), 9.0), **state})
+    assert same(dict(model.state_dict()), before)  # nothing of it is loaded
+
+
+def test_load_takes_other_types_and_layouts() -> None:
+    """What is loaded gets the type that the model has; counters stay whole numbers."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    weight = torch.arange(6, dtype=torch.float64).view(2, 3).t()
+    counter = torch.tensor(2**30 + 1)
+    load(model, {"0.weight": weight, "1.running_mean": torch.ones(3).bfloat16(), "1.num_batches_tracked": counter})
+    state = model.state_dict()
+    assert state["0.weight"].dtype == torch.float32
+    assert torch.equal(state["0.weight"], weight.float())
+    assert state["1.running_mean"].tolist() == [1.0, 1.0, 1.0]
+    assert state["1.num_batches_tracked"].item() == 2**30 + 1
+    load(model, {})
+    assert same(dict(model.state_dict()), dict(state))
+
+
+# --- what is looked for without waiting for the device ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_found_in_any_leaf_and_type(value: float, dtype: torch.dtype) -> None:
+    most = torch.finfo(dtype).max
+    sound: State = {
+        "matrix": torch.tensor([[most, -most, 0.0], [1.0, -2.0, 3.0]], dtype=dtype),
+        "count": torch.tensor(2**40),
+        "empty": torch.empty(0, dtype=dtype),
+        "number": torch.tensor(-most, dtype=dtype),
+        "other": torch.full((300,), -1.0),
+        "flags": torch.tensor([True, False]),
+    }
+    floats = ["matrix", "number", "other"]
+    names, ends = finite_ends(sound)
+    assert names == floats
+    assert first_not_finite(names, ends.tolist()) is None
+    for name in floats:
+        for place in {0, sound[name].numel() // 2, sound[name].numel() - 1}:
+            broken = sound[name].clone()
+            broken.view(-1)[place] = value
+            names, ends = finite_ends({**sound, name: broken})
+            assert [n for n, end in zip(names, ends.tolist(), strict=True) if not math.isfinite(end)] == [name]
+            assert not_finite({**sound, name: broken}) == name
+    assert finite_ends({"count": torch.tensor(1)})[0] == []
+    assert not_finite({"count": torch.tensor(1)}) is None
+
+
+@pytest.mark.parametrize("count", [0, 1, 500])
+def test_class_counts_are_those_of_bincount(count: int) -> None:
+    """Also of a part without images; the last class has none."""
+    y = torch.randint(0, 6, (count,), generator=keys.generator("labels"))
+    full, other = Split(torch.zeros(count, 1, 2, 2), y), Split(torch.zeros(3, 1, 2, 2), torch.tensor([6, 0, 6]))
+    data = ClientData("a", "a", full, other, other, 7)
+    for part, labels in (("train", y), ("test", other.y)):
+        counts = data.class_counts(part)
+        assert counts.dtype == torch.int64
+        assert torch.equal(counts, torch.bincount(labels, minlength=7))
 
 
 def test_tensors_are_kept_but_not_trained() -> None:

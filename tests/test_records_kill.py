@@ -1,7 +1,8 @@
 """`kill -9` at any moment: whatever is on disk then, a resume gives the same bits as the run that was never killed.
 
 The driver below imports once and forks: each child writes a run and sends itself SIGKILL at its n-th step, a step being
-a line of `fedprism/records` or an operation on a file. What it leaves is resumed; some of the resumes are killed too.
+a line of `fedprism/records` or `keeping.py`, or an operation on a file. What it leaves is resumed; some of the resumes
+are killed too.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from typing import Any
 
 import pytest
 
+import fedprism.engines.keeping
 import fedprism.records
 from fedprism.records import read_run
 from tests.test_records_toy import checkpoints, results, toy_config, toy_run
 
-RECORDS = str(Path(fedprism.records.__file__).parent)
+WATCHED = (str(Path(fedprism.records.__file__).parent), fedprism.engines.keeping.__file__)
 ROOT = Path(__file__).parent.parent
 
 
@@ -39,7 +41,7 @@ def steps(run: Callable[[], Any], kill_at: int | None) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
-        if not frame.f_code.co_filename.startswith(RECORDS):
+        if not frame.f_code.co_filename.startswith(WATCHED):
             return None
         if event == "line":
             step()
@@ -94,10 +96,10 @@ def in_child(work: Callable[[], int]) -> int | None:
     return int(answer)
 
 
-def drive(work: Path, how: str, points: int, twice: int) -> None:
+def drive(work: Path, how: str, state: str, points: int, twice: int) -> None:
     """Kill at `points` moments spread over a run (0: at every one), then resume; kill every `twice`-th resume too."""
     counter = {"steps": steps, "operations": operations}[how]
-    config = toy_config(keep_rounds=(2,))
+    config = toy_config(state=state, keep_rounds=(2,))
     straight = results(toy_run(work / "straight", config))
     total = in_child(lambda: counter(lambda: toy_run(work / "counted", config), None))
     assert total is not None
@@ -115,6 +117,9 @@ def drive(work: Path, how: str, points: int, twice: int) -> None:
         assert checkpoints(path) == checkpoints(work / "straight"), f"killed at {how[:-1]} {moment}"
         stray = [p.name for p in path.rglob("*") if p.name.endswith(".partial")]
         assert not stray, f"killed at {how[:-1]} {moment}: {stray}"
+        assert not (path / "states").exists(), f"killed at {how[:-1]} {moment}"
+        held, named = path / "checkpoints" / "files", {p.name for p in (work / "straight").glob("checkpoints/files/*")}
+        assert {p.name for p in held.iterdir()} == named, f"killed at {how[:-1]} {moment}"
     print(json.dumps({"kills": kills, "moments": len(moments), "left": sorted(left)}))
 
 
@@ -127,16 +132,21 @@ def run_driver(work: Path, *arguments: str) -> dict[str, Any]:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize(
-    ("how", "points", "twice"),
+    ("how", "state", "points", "twice"),
     [
-        ("steps", 32, 3),
-        ("operations", 32, 3),
-        pytest.param("steps", 1500, 2, marks=pytest.mark.slow),
-        pytest.param("operations", 0, 2, marks=pytest.mark.slow),
+        ("steps", "memory", 32, 3),
+        ("operations", "memory", 32, 3),
+        ("operations", "disk", 32, 3),
+        pytest.param("steps", "memory", 1500, 2, marks=pytest.mark.slow),
+        pytest.param("operations", "memory", 0, 2, marks=pytest.mark.slow),
+        pytest.param("steps", "disk", 1500, 2, marks=pytest.mark.slow),
+        pytest.param("operations", "disk", 0, 2, marks=pytest.mark.slow),
     ],
 )
-def test_killed_anywhere_and_resumed_is_the_run_never_killed(tmp_path: Path, how: str, points: int, twice: int) -> None:
-    done = run_driver(tmp_path, how, str(points), str(twice))
+def test_killed_anywhere_and_resumed_is_the_run_never_killed(
+    tmp_path: Path, how: str, state: str, points: int, twice: int
+) -> None:
+    done = run_driver(tmp_path, how, state, str(points), str(twice))
     assert done["kills"] >= done["moments"] >= 32
     assert set(done["left"]) >= {-1, 0, 1, 4, 8}  # from before there was a run to after its last round
 
@@ -166,4 +176,4 @@ def test_killed_from_outside(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    drive(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    drive(Path(sys.argv[1]), *sys.argv[2:4], *map(int, sys.argv[4:6]))

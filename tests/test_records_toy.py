@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from fedprism import keys
-from fedprism.config import Config, RunConfig, TrainConfig
+from fedprism.config import ClientsConfig, Config, RunConfig, TrainConfig
 from fedprism.engines.events import Callback, Plan, RoundRecord, Score, Snapshot, State, Status
+from fedprism.engines.keeping import InMemory, Kept, OnDisk
 from fedprism.records import RunDirectory, run_status
 
 CLIENTS = ("north", "east", "Süd", "far west")
@@ -23,8 +24,13 @@ CLASSES = ("a", "b", "c")
 ROUNDS = 7
 
 
-def toy_config(rounds: int = ROUNDS, seed: int = 0, **run: Any) -> Config:
-    return Config(seed=seed, train=TrainConfig(rounds=rounds), run=RunConfig(**{"checkpoint_every": 3, **run}))
+def toy_config(rounds: int = ROUNDS, seed: int = 0, state: str = "memory", **run: Any) -> Config:
+    return Config(
+        seed=seed,
+        train=TrainConfig(rounds=rounds),
+        clients=ClientsConfig(state=state),  # type: ignore[arg-type]
+        run=RunConfig(**{"checkpoint_every": 3, **run}),
+    )
 
 
 def toy_plan(config: Config, first: int = 0) -> Plan:
@@ -68,12 +74,23 @@ def toy_score(state: State, split: str, name: str, round: int) -> Score:
     return Score(sum(right), 30, float(state["weight"].sum()), right, (10, 10, 10), (10, 10, 10))
 
 
-def toy_rounds(config: Config, callbacks: list[Callback], start: Snapshot | None, until: int | None = None) -> Status:
+def toy_rounds(
+    config: Config,
+    callbacks: list[Callback],
+    start: Snapshot | None,
+    until: int | None = None,
+    folder: Path | None = None,
+) -> Status:
     """What the round loop does, in small. `until` ends as if somebody had interrupted it."""
+    states: Kept = InMemory(dict.fromkeys(CLIENTS))
+    if config.clients.state == "disk":
+        states = OnDisk(CLIENTS, torch.device("cpu"), at_once=2)
+    states.open(folder)
     if start is None:
-        server, states = toy_state(config.seed, "server"), dict.fromkeys(CLIENTS)
+        server = toy_state(config.seed, "server")
     else:
-        server, states = start.server, dict(start.clients)
+        server = start.server
+        states.restore(start.clients)
     first = 0 if start is None else start.round + 1
     for callback in callbacks:
         callback.begin(toy_plan(config, first))
@@ -94,11 +111,12 @@ def toy_rounds(config: Config, callbacks: list[Callback], start: Snapshot | None
         size = dict.fromkeys(reversed(cohort), 100 + round)
         record = RoundRecord(round, tuple(cohort), {}, size, size, logs, scores, {"train": 0.25, "total": 0.5})
         for callback in callbacks:
-            callback.round(record, Snapshot(round, dict(server), dict(states)))
+            callback.round(record, Snapshot(round, dict(server), states.frozen()))
     else:
         status = "finished"
     for callback in callbacks:
         callback.end(status)
+    states.close()
     return status
 
 
@@ -107,7 +125,7 @@ def toy_run(path: Path, config: Config | None = None, until: int | None = None) 
     begun = run_status(path) is not None
     opened = RunDirectory.open(path, write=True) if begun else RunDirectory.create(path, config or toy_config())
     with opened as directory:
-        toy_rounds(directory.config, [directory.recorder()], directory.latest(), until)
+        toy_rounds(directory.config, [directory.recorder()], directory.latest(), until, directory.states)
     return path
 
 

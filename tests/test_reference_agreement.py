@@ -24,7 +24,8 @@ from fedprism import keys
 from fedprism.config import Config, structure
 from fedprism.engines.client import Job, client_receive
 from fedprism.engines.loop import Loop, draw_cohort
-from fedprism.engines.passes import batches, inputs, keyed_draw
+from fedprism.engines.noise import Noise, keyed_draw
+from fedprism.engines.passes import batches, inputs
 from fedprism.federation import Federation
 from fedprism.methods import METHODS
 from fedprism.methods.base import load
@@ -169,7 +170,8 @@ def reference(name: str, hyper: dict[str, Any], loop: Loop) -> list[Tensor]:
         return [(x[rows], y[rows]) for rows in batches(len(y), config.train.batch, "keep", 2, order)]
 
     def noise(round: int, client: int, of: str, step: int, what: str, shape: tuple[int, ...]) -> Tensor:
-        return keyed_draw(CPU, info.seed, "noise", round, info.clients[client], of, step)(what, *shape)
+        epoch, step = divmod(step, len(in_order(round, client, 0)))  # a reference counts on over its epochs
+        return Noise(CPU, info.seed, "noise", round, info.clients[client], of, epoch).at(step)(what, *shape)
 
     setup = Setup(
         models=[info.arch.model(info.seed) for _ in parts],

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample, pad
 
-from fedprism import keys
 from fedprism.config import DataConfig, Named, Normal, plain, setting, structure
 from fedprism.errors import ConfigError, unknown
 from fedprism.registry import Registry
+
+Draw = Callable[..., Tensor]  # draw(name, *shape): uniform noise in [0, 1) for one purpose
 
 NORMAL = {  # mean and standard deviation of red, green and blue, of pixels from 0 to 1
     "imagenet": Normal((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
@@ -80,8 +81,8 @@ def _channels(values: tuple[float, ...], like: Tensor) -> Tensor:
 class Change:
     """A random change of every image by itself; its fields are its settings in `data.augment`."""
 
-    def __call__(self, x: Tensor, rng: torch.Generator) -> Tensor:
-        """Floats `[batch, channels, height, width]`, black is 0, to the same."""
+    def __call__(self, x: Tensor, draw: Draw) -> Tensor:
+        """Floats `[batch, channels, height, width]`, black is 0, to the same; `draw(name, *shape)` is uniform noise."""
         raise NotImplementedError
 
 
@@ -95,8 +96,8 @@ class Flip(Change):
 
     p: float = setting(0.5, "probability", lambda v: 0 <= v <= 1, "0 to 1")
 
-    def __call__(self, x: Tensor, rng: torch.Generator) -> Tensor:
-        flipped = torch.rand(len(x), 1, 1, 1, generator=rng, device=x.device) < self.p
+    def __call__(self, x: Tensor, draw: Draw) -> Tensor:
+        flipped = draw("flip", len(x)).view(-1, 1, 1, 1) < self.p
         return torch.where(flipped, x.flip(3), x)
 
 
@@ -108,9 +109,8 @@ class Rotate(Change):
     degrees: float = setting(30.0, "at most, to either side", lambda v: 0 <= v <= 180, "0 to 180")
     interpolation: Literal["nearest", "bilinear"] = setting("nearest", "nearest is torchvision's default, so FedBN's")
 
-    def __call__(self, x: Tensor, rng: torch.Generator) -> Tensor:
-        draw = torch.rand(len(x), generator=rng, device=x.device, dtype=x.dtype)
-        angle = (2 * draw - 1) * (self.degrees * math.pi / 180)
+    def __call__(self, x: Tensor, draw: Draw) -> Tensor:
+        angle = (2 * draw("angle", len(x)).to(x.dtype) - 1) * (self.degrees * math.pi / 180)
         height, width = x.shape[2:]
         cos, sin, none = angle.cos(), angle.sin(), torch.zeros_like(angle)
         # The grid reaches from -1 to 1 both ways, so an image that is not square has two scales.
@@ -127,9 +127,10 @@ class Crop(Change):
 
     padding: int = setting(4, "pixels of margin", lambda v: v >= 1, "1 or more")
 
-    def __call__(self, x: Tensor, rng: torch.Generator) -> Tensor:
+    def __call__(self, x: Tensor, draw: Draw) -> Tensor:
         n, _, height, width = x.shape
-        top, left = torch.randint(0, 2 * self.padding + 1, (2, n, 1), generator=rng, device=x.device)
+        # Below 2 padding + 1 even if rounding makes of a number below 1 a whole one.
+        top, left = (draw("window", 2, n, 1) * (2 * self.padding + 1)).long().clamp(max=2 * self.padding)
         rows = top + torch.arange(height, device=x.device)
         columns = left + torch.arange(width, device=x.device)
         wide = pad(x, (self.padding,) * 4)
@@ -145,18 +146,18 @@ def changes(augment: str | tuple[Named, ...]) -> list[Change]:
     return [structure(plain(named.settings), CHANGES[named.name], f"data.augment: {named.name}") for named in augment]
 
 
-def augmentation(augment: str | tuple[Named, ...], *purpose: int | str) -> Callable[[Tensor, int], Tensor]:
-    """A function that changes the batch of a step; what it draws depends on the purpose and the step alone."""
+def augmentation(augment: str | tuple[Named, ...]) -> Callable[[Tensor, Draw], Tensor]:
+    """A function that changes a batch by the noise that it is given."""
     made = changes(augment)
 
-    def change(x: Tensor, step: int) -> Tensor:
+    def change(x: Tensor, draw: Draw) -> Tensor:
         if not made:
             return x
         if x.ndim != 4:
             raise ConfigError(TEXTS)
         x = x.to(torch.get_default_dtype())
         for place, each in enumerate(made):
-            x = each(x, keys.generator(*purpose, "augment", step, place, device=x.device))
+            x = each(x, lambda name, *shape, place=place: draw(f"{place}/{name}", *shape))
         return x
 
     return change

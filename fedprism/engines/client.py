@@ -6,20 +6,23 @@ what was sent; it gives back the new state, the upload and what is to be recorde
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fedprism.config import Config
-from fedprism.engines.evaluate import score
+from fedprism.engines.evaluate import Figures, Launched, score
 from fedprism.engines.events import Score
 from fedprism.engines.passes import learning_rate, run_pass
 from fedprism.errors import ConfigError
 from fedprism.federation import ClientData, Split
 from fedprism.methods.base import Draw, Info, Me, Method, Net, Now, Pass, Seen, State, load
-from fedprism.methods.leaves import travelling
+from fedprism.methods.leaves import everything, tensors, travelling
 from fedprism.models import architectures
 
 Scores = dict[str, dict[str, Score]]  # moment -> split
@@ -59,44 +62,69 @@ class Failure:
 
 def client_round(job: Job, state: State | None, down: State, slot: Me | None = None) -> Result | Failure:
     """Receive, train, upload; and the scores of the moment `trained`, where asked for."""
+    return launch_round(job, state, down, slot).result()
+
+
+def client_evaluate(job: Job, state: State | None, down: State, slot: Me | None = None) -> Scores:
+    """The scores of a client that has just been sent `down`; the moment `adapted` on a copy that is thrown away."""
+    return launch_evaluate(job, state, down, slot).result()
+
+
+def client_receive(job: Job, state: State | None, down: State, slot: Me | None = None) -> State:
+    """The state of a client that is sent something and does not train."""
+    return launch_receive(job, state, down, slot).result()
+
+
+# --- the same without waiting for the device: an engine that runs many clients at once reads all answers together ----
+
+
+def launch_round(job: Job, state: State | None, down: State, slot: Me | None = None) -> Launched[Result | Failure]:
     method, config = job.method, job.config
     me = slot or open_slot(job)
     now = _enter(me, job, state, down)
     now = _train(me, job, now, method.passes)
     with torch.no_grad():
-        upload = {name: tensor.detach().clone() for name, tensor in method.upload(me, now).items()}
-    kept = take(me.model)
-    bad = not_finite({**kept, **upload})
-    if bad is not None:
-        return Failure(f"{bad} is not finite after local training", non_finite=True)
-    logs = {name: float(torch.stack(values).mean()) for name, values in me.logs.items()}
-    scores: Scores = {}
-    if "trained" in config.evaluate.moments and due(config, job.round + 1):
-        scores["trained"] = _score(me, job, "trained")
-    return Result(kept, method.encode(upload, now), len(job.data.train), logs, scores)
+        upload = copied(method.upload(me, now))
+    kept, figures = take(me.model), Figures()
+    names, ends = finite_ends({**kept, **upload})
+    finite = figures.add(ends)
+    logged, counts = list(me.counts), list(me.counts.values())
+    logs = figures.add(torch.stack([me.sums[name].to(job.device) for name in logged])) if logged else slice(0, 0)
+    trained = "trained" in config.evaluate.moments and due(config, job.round + 1)
+    scores = _score(me, job, "trained", figures) if trained else None
+
+    def read(values: Sequence[float]) -> Result | Failure:
+        bad = first_not_finite(names, values[finite])
+        if bad is not None:
+            return Failure(f"{bad} is not finite after local training", non_finite=True)
+        means = {name: total / count for name, total, count in zip(logged, values[logs], counts, strict=True)}
+        found: Scores = {} if scores is None else {"trained": scores(values)}
+        with torch.no_grad():
+            return Result(kept, method.encode(upload, now), len(job.data.train), means, found)
+
+    return Launched(figures.tensor(), read)
 
 
-def client_evaluate(job: Job, state: State | None, down: State, slot: Me | None = None) -> Scores:
-    """The scores of a client that has just been sent `down`; the moment `adapted` on a copy that is thrown away."""
+def launch_evaluate(job: Job, state: State | None, down: State, slot: Me | None = None) -> Launched[Scores]:
     me = slot or open_slot(job)
     now = _enter(me, job, state, down)
-    moments = job.config.evaluate.moments
-    scores: Scores = {}
+    moments, figures = job.config.evaluate.moments, Figures()
+    scores = {}
     if "received" in moments:
-        scores["received"] = _score(me, job, "received")
+        scores["received"] = _score(me, job, "received", figures)
     if "global" in moments and job.method.has_global and bn_policy(job.method, job.config) == "shared":
-        scores["global"] = _score(me, job, "global")
+        scores["global"] = _score(me, job, "global", figures)
     if "adapted" in moments:
         _train(me, job, now, job.method.adapt)
-        scores["adapted"] = _score(me, job, "adapted")
-    return scores
+        scores["adapted"] = _score(me, job, "adapted", figures)
+    return Launched(figures.tensor(), lambda values: {moment: read(values) for moment, read in scores.items()})
 
 
-def client_receive(job: Job, state: State | None, down: State, slot: Me | None = None) -> State:
-    """The state of a client that is sent something and does not train."""
+def launch_receive(job: Job, state: State | None, down: State, slot: Me | None = None) -> Launched[State]:
     me = slot or open_slot(job)
     _enter(me, job, state, down)
-    return take(me.model)
+    kept = take(me.model)
+    return Launched(Figures().tensor(), lambda values: kept)
 
 
 # --- the pieces ------------------------------------------------------------------------------------------------------
@@ -109,16 +137,17 @@ def make_info(config: Config, clients: Sequence[str], classes: int, shape: tuple
 
 
 def make_now(
-    method: Method, config: Config, info: Info, model: nn.Module, round: int, client: str | None = None
+    method: Method, config: Config, info: Info, model: nn.Module, round: int, client: str | None = None, **more: Any
 ) -> Now:
     """Where we are; `model` is that client's (or the server's), which decides what travels."""
-    weighting = chosen(config.clients.weighting, method.weighting)
-    now = Now(round, config.train.rounds, info, config.train, learning_rate(config.train, round), weighting, client)
+    train, weighting = config.train, chosen(config.clients.weighting, method.weighting)
+    now = Now(round, train.rounds, info, train, learning_rate(train, round), weighting, client, **more)
     wanted = set(method.shared(model, now))
-    odd = wanted - model.state_dict().keys()
+    have = everything(model)
+    odd = wanted - set(have)
     if odd:
         raise ConfigError(f"{method.id}.shared names {', '.join(sorted(odd)[:3])}, which the model does not have.")
-    names = tuple(name for name in model.state_dict() if name in wanted)
+    names = tuple(name for name in have if name in wanted)
     return replace(now, shared=travelling(model, names, bn_policy(method, config)))
 
 
@@ -140,18 +169,40 @@ def open_slot(job: Job) -> Me:
 
 def take(model: nn.Module) -> State:
     """A copy of a model's state that the slot's next client cannot touch."""
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return copied(tensors(model))
+
+
+@torch.no_grad()
+def copied(state: State) -> State:
+    """Copies of tensors, all at once: on a GPU one kernel instead of one a leaf."""
+    copies = [torch.empty_like(tensor) for tensor in state.values()]
+    if copies:
+        torch._foreach_copy_(copies, [tensor.detach() for tensor in state.values()])
+    return dict(zip(state, copies, strict=True))
+
+
+@torch.no_grad()
+def finite_ends(state: State) -> tuple[list[str], Tensor]:
+    """The leaves that hold floats, and a number of each that is not finite if one of its values is not."""
+    names = [name for name, tensor in state.items() if tensor.is_floating_point() and tensor.numel()]
+    if not names:
+        return names, torch.empty(0, dtype=torch.float64)
+    tensors = [state[name].detach() for name in names]
+    if tensors[0].device.type == "cuda":  # all leaves in a few kernels
+        return names, torch.stack(torch._foreach_norm(tensors, math.inf)).double()
+    # The smallest and the largest value in one pass: both are NaN if any value is.
+    return names, torch.stack([low.double() + high.double() for low, high in map(torch.aminmax, tensors)])
+
+
+def first_not_finite(names: Sequence[str], ends: Sequence[float]) -> str | None:
+    """The first leaf whose number is a NaN or an infinity."""
+    return next((name for name, end in zip(names, ends, strict=True) if not math.isfinite(end)), None)
 
 
 def not_finite(state: State) -> str | None:
     """The first leaf that holds a NaN or an infinity; waits for the device once."""
-    names = [name for name, tensor in state.items() if tensor.is_floating_point() and tensor.numel()]
-    if not names:
-        return None
-    # The smallest and the largest value in one pass: both are NaN if any value is.
-    ends = torch.stack([torch.stack(torch.aminmax(state[name])).float() for name in names])
-    sound = ends.isfinite().all(dim=1).tolist()
-    return next((name for name, good in zip(names, sound, strict=True) if not good), None)
+    names, ends = finite_ends(state)
+    return first_not_finite(names, ends.tolist())
 
 
 def due(config: Config, after: int) -> bool:
@@ -162,11 +213,11 @@ def due(config: Config, after: int) -> bool:
 def _enter(me: Me, job: Job, state: State | None, down: State) -> Now:
     """Load the client's state into the slot and let the method receive what was sent."""
     client, info = job.data.name, job.info
-    me.logs.clear()
+    me.clear_logs()
     new = state is None
     load(me.model, state or job.method.build(info.arch_of(client), client, info, info.seed).state_dict())
-    now = make_now(job.method, job.config, info, me.model, job.round, client)
-    now = replace(now, data=job.data.to(job.device), public=job.public, new=new, device=job.device)
+    given = {"data": job.data.to(job.device), "public": job.public, "new": new, "device": job.device}
+    now = make_now(job.method, job.config, info, me.model, job.round, client, **given)
     with torch.no_grad():
         sent = {name: tensor.to(job.device) for name, tensor in down.items()}
         now = replace(now, down=job.method.decode(sent, now))
@@ -186,22 +237,23 @@ def _train(me: Me, job: Job, now: Now, plan: Callable[[Me, Now], list[Pass]]) ->
     return now
 
 
-def _only(predict: Callable[[Net, Tensor, Draw], Tensor]) -> Callable[[Net, Tensor, Draw], Seen]:
+def _only(predict: Callable[[Net, Tensor, Draw], Tensor], model: Net, x: Tensor, draw: Draw) -> Seen:
     """A look that shows the prediction alone."""
-    return lambda model, x, draw: Seen(predict(model, x, draw))
+    return Seen(predict(model, x, draw))
 
 
-def _score(me: Me, job: Job, moment: str) -> dict[str, Score]:
+def _score(me: Me, job: Job, moment: str, figures: Figures) -> Callable[[Sequence[float]], dict[str, Score]]:
     """Every configured split of this client, scored with the model in the slot."""
     config = job.config
-    examine = job.method.examine if moment != "global" else _only(job.method.predict_global)
+    examine = job.method.examine if moment != "global" else partial(_only, job.method.predict_global)
     splits = list(config.evaluate.splits)
     if config.evaluate.train_loss and "train" not in splits:
         splits.insert(0, "train")
     data = job.data.to(job.device)
     purpose = (job.info.seed, "predict", job.round, job.data.name, moment)
-    return {
-        s: score(examine, me.model, data.split(s), config, data.classes, (*purpose, s))
+    reads = {
+        s: score(examine, me, data.split(s), config, data.classes, (*purpose, s), figures)
         for s in splits
         if len(data.split(s))
     }
+    return lambda values: {s: read(values) for s, read in reads.items()}

@@ -76,6 +76,7 @@ class Plan:
     moment: str = "received"  # the method's own
     images: Mapping[str, str] = field(default_factory=dict)  # client -> fingerprint of its data
     device: str = "cpu"  # where it runs
+    engine: str = "inprocess"  # what runs it
 
 
 class Callback:
@@ -89,6 +90,9 @@ class Callback:
 
     def clients(self, done: int, of: int) -> None:
         """After each client of a round, in training and again in evaluation."""
+
+    def note(self, text: str) -> None:
+        """What takes long now beside the clients, such as compiling; an empty text: it is done."""
 
     def round(self, record: RoundRecord, snapshot: Snapshot) -> None:
         """After each round."""

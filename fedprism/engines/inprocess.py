@@ -43,6 +43,7 @@ class Engine(Protocol):
     """
 
     tell: Callable[[int, int], None]  # told after each client: how many of how many are done; the loop sets it
+    say: Callable[[str], None]  # told what takes long beside clients, such as compiling
 
     def train(self, round: int, requests: Mapping[str, Request]) -> dict[str, Result | Failure]: ...
     def evaluate(self, round: int, requests: Mapping[str, Request]) -> dict[str, Scores | Failure]: ...
@@ -73,6 +74,7 @@ class InProcess:
         self.slots: dict[Arch, Me] = {}
         self.on_device: dict[str, ClientData] = {}
         self.tell: Callable[[int, int], None] = lambda done, of: None
+        self.say: Callable[[str], None] = lambda text: None
 
     def train(self, round: int, requests: Mapping[str, Request]) -> dict[str, Result | Failure]:
         return self._each(client_round, round, requests)

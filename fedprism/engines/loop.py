@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from fedprism import keys
 from fedprism.config import SPLITS, ClientsConfig, Config
-from fedprism.engines.client import Failure, Result, chosen, due, make_now, not_finite
+from fedprism.engines.client import Failure, Result, chosen, due, finite_ends, first_not_finite, make_now
 from fedprism.engines.events import Callback, Plan, RoundRecord, Score, Snapshot, Status
-from fedprism.engines.inprocess import Engine, Request
+from fedprism.engines.inprocess import ENGINES, Engine, Request
+from fedprism.engines.keeping import InMemory, Kept, OnDisk, at_once
 from fedprism.engines.wire import size
 from fedprism.errors import ConfigError, FedprismError
 from fedprism.federation import ClientData, Federation
@@ -30,7 +32,6 @@ from fedprism.models import Arch
 
 DIGESTED_AT_ONCE = 1024  # images, so that those of a memory-mapped file are not all copied
 
-States = dict[str, State | None]
 Scores = dict[str, dict[str, dict[str, Score]]]  # moment -> split -> client
 
 
@@ -46,24 +47,44 @@ class Loop:
     device: torch.device
     models: dict[Arch, nn.Module]  # one of each architecture, to ask the method what travels
     server: State
-    states: States
+    states: Kept
     kept_old: bool = False  # has a round in which every client failed been told of?
+    counted: tuple[int, int] = (0, 0)  # clients that earlier parts have run, and how many there are in all parts
 
-    def run(self, callbacks: Sequence[Callback], start: Snapshot | None = None) -> Status:
-        """All rounds (after `start`, if given); returns `finished` or `diverged`."""
+    def run(self, callbacks: Sequence[Callback], start: Snapshot | None = None, folder: Path | None = None) -> Status:
+        """All rounds (after `start`, if given); returns `finished` or `diverged`.
+
+        `folder` is where clients' states lie meanwhile, if on disk; None: a temporary one. It is gone in the end.
+        """
+        try:
+            self.states.open(folder)
+            return self._run(callbacks, start)
+        finally:
+            self.engine.close()
+            self.states.close()
+
+    def _run(self, callbacks: Sequence[Callback], start: Snapshot | None) -> Status:
         first = 0
         if start is not None:
-            first, self.states = start.round, dict(start.clients)
+            first = start.round
+            self.states.restore(start.clients)
             self.server = {name: tensor.to(self.device) for name, tensor in start.server.items()}
+        plan = self.plan(0 if start is None else first + 1)
         for callback in callbacks:
-            callback.begin(self.plan(0 if start is None else first + 1))
+            callback.begin(plan)
 
         def tell(done: int, of: int) -> None:
+            before, every = self.counted
             for callback in callbacks:
                 if isinstance(callback, Callback):  # not one that was written before there was `clients`
-                    callback.clients(done, of)
+                    callback.clients(before + done, every)
 
-        self.engine.tell = tell
+        def say(text: str) -> None:
+            for callback in callbacks:
+                if isinstance(callback, Callback):
+                    callback.note(text)
+
+        self.engine.tell, self.engine.say = tell, say
         status: Status = "interrupted"
         try:
             if start is None:
@@ -76,7 +97,6 @@ class Loop:
                     break
             status = "diverged" if diverged else "finished"
         finally:
-            self.engine.close()
             for callback in callbacks:
                 callback.end(status)
         return status
@@ -89,34 +109,42 @@ class Loop:
         cohort = draw_cohort(clients, self.info, round)
         trainers = self.info.clients if chosen(clients.train, self.method.trainers) == "all" else cohort
         told = self.info.clients if chosen(clients.broadcast, self.method.broadcast) == "all" else trainers
-        requests = {client: self._request(client, now) for client in told}
-        down = {client: size(request.down) for client, request in requests.items()}
 
         # A client that drops out has trained in vain: nothing of it stays or arrives, so its training is not computed.
         dropped = drop_outs(clients, self.info, cohort, round)
         failed: dict[str, str] = dict.fromkeys(dropped, "dropped out after training")
-        answers = self.engine.train(round, {c: requests[c] for c in trainers if c not in dropped})
-        clock.lap("train")
-
+        down = {client: size(self._sent(client, now)) for client in dropped}
+        training, averaged = [c for c in trainers if c not in failed], set(cohort)
         uploads, up, logs, trained, lost = [], {}, {}, {}, 0
-        for client in (c for c in trainers if c in answers):
-            answer, sent = answers[client], 0
-            if isinstance(answer, Result) and client in cohort:
-                sent = size(answer.upload)
-                answer = self._accept(answer, client, now)
-            if isinstance(answer, Failure):
-                failed[client] = answer.reason
-                lost += answer.non_finite
-                continue
-            self.states[client] = answer.state
-            logs[client], trained[client] = answer.logs, answer.scores
-            if client in cohort:
-                up[client] = sent
-                uploads.append(Upload(client, answer.samples, answer.upload))
+        for part in self._parts(training):
+            requests = self._requests(part, now, down)
+            answers = self.engine.train(round, requests)
+            del requests
+            clock.lap("train")
+            results = {c: answer for c in part if isinstance(answer := answers[c], Result) and c in averaged}
+            accepted = self._accept(results, now)
+            for client in part:
+                answer = accepted.get(client, answers[client])
+                if isinstance(answer, Failure):
+                    failed[client] = answer.reason
+                    lost += answer.non_finite
+                    continue
+                self.states[client] = answer.state
+                logs[client], trained[client] = answer.logs, answer.scores
+                if client in averaged:
+                    up[client] = size(results[client].upload)
+                    uploads.append(Upload(client, answer.samples, answer.upload))
+            del answers, results, accepted  # on disk, memory holds one part at a time
+            clock.lap("aggregate")
+        busy = set(trainers)
+        for part in self._parts([client for client in told if client not in busy]):
+            for client, state in self.engine.receive(round, self._requests(part, now, down)).items():
+                if not isinstance(state, Failure):
+                    self.states[client] = state
         if uploads:
             self.server = self._aggregate(uploads, now)
             logs = {client: {**values, **now.logs.get(client, {})} for client, values in logs.items()}
-        diverged = lost > 0 and lost == len(answers)
+        diverged = lost > 0 and lost == len(training)
         if not uploads and not diverged and not self.kept_old:
             self.kept_old = True
             reasons = ", ".join(dict.fromkeys(failed.values()))
@@ -125,10 +153,6 @@ class Loop:
                 "this are named in the records alone.",
                 stacklevel=2,
             )
-        idle = {client: requests[client] for client in told if client not in trainers}
-        for client, state in self.engine.receive(round, idle).items():
-            if not isinstance(state, Failure):
-                self.states[client] = state
         clock.lap("aggregate")
 
         scores: Scores = {}
@@ -145,9 +169,10 @@ class Loop:
         if not set(self.config.evaluate.moments) - {"trained"}:
             return {}
         now = self.now(round)
-        answers = self.engine.evaluate(round, {client: self._request(client, now) for client in clients})
         scores: Scores = {}
-        _add(scores, {client: answer for client, answer in answers.items() if not isinstance(answer, Failure)})
+        for part in self._parts(clients):
+            answers = self.engine.evaluate(round, {client: self._request(client, now) for client in part})
+            _add(scores, {client: answer for client, answer in answers.items() if not isinstance(answer, Failure)})
         return scores
 
     def first_record(self) -> RoundRecord:
@@ -166,6 +191,7 @@ class Loop:
         """What callbacks are told at the start."""
         parts = {n: (len(d.train), len(d.validation), len(d.test)) for n, d in self.federation.clients.items()}
         sizes = {arch: sum(p.numel() for p in model.parameters()) for arch, model in self.models.items()}
+        engines: dict[object, str] = {kind: name for name, kind in ENGINES.items()}
         return Plan(
             config=self.config,
             method=self.method.id,
@@ -178,19 +204,41 @@ class Loop:
             first_round=first,
             images={n: digest(d) for n, d in self.federation.clients.items()},
             device=str(self.device),
+            engine=engines.get(type(self.engine), type(self.engine).__name__),
             moment=self.method.moment,
         )
 
-    def _request(self, client: str, now: Now) -> Request:
-        now = replace(now, client=client)
-        return Request(self.states[client], self.method.encode(self.method.send(self.server, client, now), now))
+    def _parts(self, clients: Sequence[str]) -> Iterator[Sequence[str]]:
+        """Clients that an engine is given together; progress is counted over all of them."""
+        done = 0
+        for part in self.states.parts(clients):
+            self.counted = done, len(clients)
+            yield part
+            done += len(part)
 
-    def _accept(self, answer: Result, client: str, now: Now) -> Result | Failure:
-        """A client's answer with its upload decoded, or why it is refused."""
-        model = self.models[self.info.archs[client]]
-        declared = self.method.uploads(model, make_now(self.method, self.config, self.info, model, now.round, client))
-        upload = self.method.decode(answer.upload, replace(now, client=client))
-        return check_upload(upload, declared, self.server) or replace(answer, upload=upload)
+    def _requests(self, clients: Sequence[str], now: Now, down: dict[str, int]) -> dict[str, Request]:
+        """What an engine is given; the bytes that are sent are noted in `down`."""
+        requests = {client: self._request(client, now) for client in clients}
+        down.update({client: size(request.down) for client, request in requests.items()})
+        return requests
+
+    def _request(self, client: str, now: Now) -> Request:
+        return Request(self.states[client], self._sent(client, now))
+
+    def _sent(self, client: str, now: Now) -> State:
+        now = replace(now, client=client)
+        return self.method.encode(self.method.send(self.server, client, now), now)
+
+    def _accept(self, results: Mapping[str, Result], now: Now) -> dict[str, Result | Failure]:
+        """Clients' answers with their uploads decoded, or why they are refused."""
+        uploads, declared = {}, {}
+        for client, result in results.items():
+            model = self.models[self.info.archs[client]]
+            here = make_now(self.method, self.config, self.info, model, now.round, client)
+            declared[client] = self.method.uploads(model, here)
+            uploads[client] = self.method.decode(result.upload, replace(now, client=client))
+        refused = check_uploads(uploads, declared, self.server)
+        return {c: refused.get(c) or replace(result, upload=uploads[c]) for c, result in results.items()}
 
     def _aggregate(self, uploads: list[Upload], now: Now) -> State:
         """The method's average, approached by the server's step."""
@@ -207,7 +255,7 @@ class Loop:
         return {n: self.server[n] + step * (t - self.server[n]) if n in weights else t for n, t in mean.items()}
 
     def _tell(self, callbacks: Sequence[Callback], record: RoundRecord) -> None:
-        snapshot = Snapshot(record.round, dict(self.server), dict(self.states))
+        snapshot = Snapshot(record.round, dict(self.server), self.states.frozen())
         for callback in callbacks:
             callback.round(record, snapshot)
 
@@ -224,7 +272,12 @@ def make_loop(
     if config.server.lr != 1 and not set(dict(models[info.arch].named_parameters())) & server.keys():
         raise ConfigError(f"server.lr is {config.server.lr}, but {method.id} averages no weights; leave it at 1.")
     on_device = {name: tensor.to(device) for name, tensor in server.items()}
-    return Loop(method, config, info, federation, engine, device, models, on_device, dict.fromkeys(info.clients))
+    states: Kept = InMemory(dict.fromkeys(info.clients))
+    if config.clients.state == "disk":
+        owners = {arch: client for client, arch in info.archs.items()}
+        largest = max(size(method.build(a, client, info, info.seed).state_dict()) for a, client in owners.items())
+        states = OnDisk(info.clients, device, at_once(largest))
+    return Loop(method, config, info, federation, engine, device, models, on_device, states)
 
 
 def digest(data: ClientData) -> str:
@@ -257,18 +310,40 @@ def drop_outs(clients: ClientsConfig, info: Info, cohort: Sequence[str], round: 
     return tuple(client for client in cohort if chance[client] < clients.dropout)
 
 
-def check_upload(upload: State, declared: Mapping[str, str], server: State) -> Failure | None:
-    """Is an upload what the method declares, of the right shapes, and finite?"""
+def check_uploads(
+    uploads: Mapping[str, State], declared: Mapping[str, Mapping[str, str]], server: State
+) -> dict[str, Failure]:
+    """Which uploads are not what the method declares, of a wrong shape or not finite; waits for the device once."""
+    refused: dict[str, Failure] = {}
+    ends: dict[str, tuple[list[str], torch.Tensor]] = {}
+    for client, upload in uploads.items():
+        wrong = _check_kinds(upload, declared[client], server)
+        if wrong is not None:
+            refused[client] = wrong
+        else:
+            ends[client] = finite_ends(upload)
+    found = [numbers for _, numbers in ends.values() if len(numbers)]
+    values = torch.cat(found).tolist() if found else []
+    place = 0
+    for client, (names, numbers) in ends.items():
+        bad = first_not_finite(names, values[place : place + len(numbers)])
+        place += len(numbers)
+        if bad is not None:
+            refused[client] = Failure(f"{bad} in its upload is not finite", non_finite=True)
+    return refused
+
+
+def _check_kinds(upload: State, declared: Mapping[str, str], server: State) -> Failure | None:
     if upload.keys() != declared.keys():
         odd = sorted(upload.keys() ^ declared.keys())
         return Failure(f"its upload is not what the method declares: {', '.join(odd[:3])} missing or unknown")
     for name, tensor in upload.items():
+        kind = (tensor.dtype, tensor.shape)
         like = tensor.new_empty(()) if declared[name] == "scalar" else tensor
-        given, expected = _kind(tensor), _kind(server.get(name, like))
-        if given != expected:
-            return Failure(f"{name} in its upload is {given}, expected {expected}")
-    bad = not_finite(upload)
-    return Failure(f"{bad} in its upload is not finite", non_finite=True) if bad else None
+        expected = server.get(name, like)
+        if kind != (expected.dtype, expected.shape):
+            return Failure(f"{name} in its upload is {_kind(tensor)}, expected {_kind(expected)}")
+    return None
 
 
 def _kind(tensor: torch.Tensor) -> str:
@@ -292,7 +367,7 @@ class _Clock:
 
     def lap(self, stage: str) -> None:
         now = time.perf_counter()
-        self.laps[stage] = now - self.last
+        self.laps[stage] = self.laps.get(stage, 0.0) + now - self.last
         self.last = now
 
     def seconds(self) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -30,7 +31,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_precision(name: str, device: torch.device) -> str:
-    """`auto` is tf32 on a GPU that has it, fp32 elsewhere."""
+    """`auto` is tf32 on a GPU that has it, fp32 elsewhere; bf16 is there everywhere, if not fast everywhere."""
     has_tf32 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     if name == "tf32" and not has_tf32:
         raise ConfigError(f"run.precision is tf32, which {device} does not have; set run.precision: auto.")
@@ -40,20 +41,25 @@ def choose_precision(name: str, device: torch.device) -> str:
 @contextmanager
 def numerics(run: RunConfig, device: torch.device) -> Iterator[None]:
     """Within: `run.threads` threads, deterministic algorithms and the precision asked for."""
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    threads, deterministic = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     before = (cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32)
+    memory: Any = torch.utils.deterministic
+    filled = memory.fill_uninitialized_memory
     tf32 = choose_precision(run.precision, device) == "tf32"
     torch.set_num_threads(run.threads)
     if run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it starts
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        # Deterministic algorithms, and a warning where there are none. `use_deterministic_algorithms` does the same and
+        # loads PyTorch's compiler, which takes a second.
+        torch.set_deterministic_debug_mode("warn")
+        memory.fill_uninitialized_memory = False  # nothing here reads what it did not write
     cudnn.deterministic, cudnn.benchmark = run.deterministic, not run.deterministic
     cudnn.allow_tf32 = matmul.allow_tf32 = tf32
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.set_deterministic_debug_mode(deterministic)
+        memory.fill_uninitialized_memory = filled
         cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = before

@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -56,9 +57,14 @@ class Info:
         """The architecture of the server's model: everybody's, or the first client's where they differ."""
         return self.archs[self.clients[0]]
 
-    @property
+    @cached_property
     def mixed(self) -> bool:
         return len(set(self.archs.values())) > 1
+
+    @cached_property
+    def place(self) -> Mapping[str, int]:
+        """Which client in order each one is."""
+        return {client: place for place, client in enumerate((*self.clients, *self.later))}
 
 
 @dataclass(frozen=True)
@@ -164,8 +170,11 @@ class Me:
         self.config = config
         self.info = info
         self.scratch: dict[str, Tensor | State | nn.Module] = {}
-        self.logs: dict[str, list[Tensor]] = {}
+        self.sums: State = {}  # of what was logged this round, by name; and how many values each is of
+        self.counts: dict[str, int] = {}
         self.draw: Draw = no_draw  # uniform noise in (0, 1), keyed by the engine: me.draw("name", *shape)
+        self.one: Tensor | None = None
+        self.replay: Any = None  # an engine's: what records the steps of a pass and replays them
 
     def keep(self, name: str, value: Tensor | Mapping[str, Tensor]) -> None:
         """Copy a tensor, or a dict of them, into scratch; read it back as `me[name]`."""
@@ -193,7 +202,31 @@ class Me:
 
     def log(self, name: str, value: Tensor) -> None:
         """Record the mean of a value over the round, without waiting for the device."""
-        self.logs.setdefault(name, []).append(value.detach().float().mean())
+        if name not in self.sums:
+            self.sums[name] = torch.zeros((), dtype=torch.float64, device=value.device)
+        self.log_into(self.sums, name, value)
+        self.counts[name] = self.counts.get(name, 0) + 1
+
+    def log_into(self, sums: State, name: str, value: Tensor) -> None:
+        """Add the mean of a value to its sum."""
+        value = value.detach()
+        value = value.float().mean() if value.ndim else value
+        if name in sums:
+            sums[name].add_(value)
+        else:
+            sums[name] = value
+
+    def clear_logs(self) -> None:
+        """Forget what was logged; the sums stay where they are."""
+        if self.counts:
+            torch._foreach_zero_(list(self.sums.values()))
+            self.counts.clear()
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of a loss; what they start from is made once, not in every step."""
+        if self.one is None or (self.one.dtype, self.one.device) != (loss.dtype, loss.device):
+            self.one = torch.ones_like(loss)
+        loss.backward(self.one)  # type: ignore[no-untyped-call]
 
     def parameters(self, names: Collection[str] | None = None) -> State:
         """The model's parameters by name, or those of them that are in `names`."""
@@ -300,7 +333,7 @@ class Method:
 
     def upload(self, me: Me, now: Now) -> State:
         """What goes to the server, as declared by `uploads`."""
-        state = me.model.state_dict()
+        state = leaves.tensors(me.model)
         return {name: state[name] for name in now.shared}
 
     # --- the wire ----------------------------------------------------------------------------------------------------

@@ -87,11 +87,10 @@ class FediOS(Method):
 
     def place(self, client: str | None, info: Info, places: int) -> int:
         """Which subspace is a client's (the server asks for the last client); 0 is the generic one."""
-        everyone = (*info.clients, *info.later)
-        mine = everyone.index(client or info.clients[-1]) + 1
+        mine = info.place[client or info.clients[-1]] + 1
         if mine > places and self.subspaces != "random":
             raise ConfigError(
-                f"{everyone[mine - 1]!r} cannot join: FediOS keeps a subspace a client, and all {places} are taken. "
+                f"{client!r} cannot join: FediOS keeps a subspace a client, and all {places} are taken. "
                 f"Train with method.max_clients of {mine} or more from the start, or with method.subspaces: random."
             )
         return mine

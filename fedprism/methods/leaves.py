@@ -2,22 +2,52 @@
 
 from __future__ import annotations
 
-from torch import nn
+import weakref
+from typing import Any
+
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from fedprism.errors import ConfigError, unknown
+from fedprism.errors import ConfigError, FedprismError, unknown
 
 Names = tuple[str, ...]
+Place = tuple[str, dict[str, Any], str]  # a leaf's name, and where its module keeps it
+
+_places: weakref.WeakKeyDictionary[nn.Module, list[Place]] = weakref.WeakKeyDictionary()
+_norms: weakref.WeakKeyDictionary[nn.Module, tuple[Names, Names]] = weakref.WeakKeyDictionary()
+
+
+def places(model: nn.Module) -> list[Place]:
+    """Where a model keeps each leaf of its state dict; looked up once, since a model's names never change."""
+    found = _places.get(model)
+    if found is None:
+        names, found = list(model.state_dict()), []
+        for prefix, module in model.named_modules(remove_duplicate=False):
+            start = f"{prefix}." if prefix else ""
+            for held in (module._parameters, module._buffers):
+                found += [(f"{start}{leaf}", held, leaf) for leaf in held if f"{start}{leaf}" in names]
+        if [name for name, _, _ in found] != names:
+            raise FedprismError(
+                f"{type(model).__name__} says for itself what its state is; a model's state must be its parameters and "
+                "buffers by their own names."
+            )
+        _places[model] = found
+    return found
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict with the tensors themselves, quickly."""
+    return {name: held[leaf] for name, held, leaf in places(model)}
 
 
 def everything(model: nn.Module) -> Names:
     """Every parameter and buffer that is kept."""
-    return tuple(model.state_dict())
+    return tuple(tensors(model))
 
 
 def part(model: nn.Module, *parts: str) -> Names:
     """The leaves under these parts: `part(model, "body")`."""
-    return tuple(name for name in model.state_dict() if name.startswith(tuple(f"{p}." for p in parts)))
+    return tuple(name for name in tensors(model) if name.startswith(tuple(f"{p}." for p in parts)))
 
 
 def last(model: nn.Module, layers: int) -> Names:
@@ -58,10 +88,15 @@ def travelling(model: nn.Module, names: tuple[str, ...], bn: str) -> Names:
 
 
 def _of_norms(model: nn.Module, affine: bool, running: bool) -> Names:
-    return tuple(
-        f"{prefix}.{leaf}" if prefix else leaf
-        for prefix, module in model.named_modules()
-        if isinstance(module, _NormBase)
-        for leaf in module.state_dict()
-        if (affine if leaf in ("weight", "bias") else running)
-    )
+    found = _norms.get(model)
+    if found is None:
+        every = [
+            (f"{prefix}.{leaf}" if prefix else leaf, leaf in ("weight", "bias"))
+            for prefix, module in model.named_modules()
+            if isinstance(module, _NormBase)
+            for leaf in module.state_dict()
+        ]
+        found = (tuple(n for n, is_affine in every if is_affine), tuple(n for n, is_affine in every if not is_affine))
+        _norms[model] = found
+    wanted = {*(found[0] if affine else ()), *(found[1] if running else ())}
+    return tuple(name for name in tensors(model) if name in wanted) if wanted else ()

@@ -8,11 +8,12 @@ any other module.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -23,6 +24,8 @@ from fedprism.config import structure
 from fedprism.errors import ConfigError, FedprismError
 from fedprism.models import adapter as adapters
 from fedprism.registry import Registry
+
+MOST_KEPT = 20_000_000  # parameters of a first model that is kept in memory
 
 Block = tuple[str, nn.Module]
 Part = TypeVar("Part", bound=nn.Module)
@@ -198,6 +201,13 @@ class Arch:
 
     def model(self, seed: int) -> Model:
         """Body and head with their first weights, on the CPU."""
+        if self.parameters > MOST_KEPT:
+            return self._drawn(seed)
+        return copy.deepcopy(
+            _first(self, seed, torch.get_default_dtype())
+        )  # every client begins with them: drawn once, then copied
+
+    def _drawn(self, seed: int) -> Model:
         blocks, cut = self._blocks()
         for name, block in blocks:
             initialise(_allocate(name, block), seed, name)
@@ -269,6 +279,11 @@ class Arch:
                 f"model.head_layers is {self.head_layers!r}, and {self.name} has {has}; set it to {can} or all."
             )
         return linears[-wanted]
+
+
+@lru_cache(maxsize=4)
+def _first(arch: Arch, seed: int, dtype: torch.dtype) -> Model:
+    return arch._drawn(seed)
 
 
 def _linear(block: nn.Module) -> nn.Linear:

@@ -5,25 +5,30 @@
 
 Order makes it safe to be killed at any moment: files first, then the manifest, then the deletion of manifests that
 are not kept, then of files that no manifest names. A state that did not change (the same objects as last time) is named
-again without being serialised or written.
+again without being serialised or written. A state that lies on disk already (`clients.state: disk`) is not read: its
+file gets a second name here.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from fedprism import atomic
 from fedprism.engines.events import Snapshot, State
+from fedprism.engines.keeping import File, Files
 from fedprism.engines.wire import deserialise, serialise
 from fedprism.errors import RecordError
 
-FORMAT = 1
+FORMAT = 2  # 1: what is a checksum here was a mapping with more, and the manifest's own was that of sorted keys
+_SHA256 = re.compile("[0-9a-f]{64}")
 _SERVER = ""  # the server's key beside the clients' names, none of which is empty
 
 
@@ -36,25 +41,16 @@ class Damaged(Exception):
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One file of a checkpoint."""
-
-    sha256: str
-    bytes: int
-
-    @property
-    def file(self) -> str:
-        return f"{self.sha256}.safetensors"
-
-
-@dataclass(frozen=True)
 class Manifest:
-    round: int
-    server: Entry
-    clients: Mapping[str, Entry | None]
+    """The checksums of a round's files."""
 
-    def entries(self) -> list[Entry]:
-        return [self.server, *(entry for entry in self.clients.values() if entry is not None)]
+    round: int
+    server: str
+    clients: Mapping[str, str | None]
+
+    @cached_property
+    def files(self) -> frozenset[str]:
+        return frozenset((self.server, *(checksum for checksum in self.clients.values() if checksum is not None)))
 
 
 def _same(state: State | None, known: State) -> bool:
@@ -67,16 +63,20 @@ def _same(state: State | None, known: State) -> bool:
 # --- manifests as bytes ----------------------------------------------------------------------------------------------
 
 
-def _checksum(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+def _manifest_text(manifest: Manifest) -> bytes:
+    """Compact: there may be ten thousand clients, and this is written at every checkpoint."""
+    body = {
+        "format": FORMAT,
+        "round": manifest.round,
+        "server": manifest.server,
+        "clients": dict(manifest.clients),
+    }
+    text = json.dumps(body)
+    return f'{text[:-1]}, "checksum": "{_checksum(text)}"}}\n'.encode()
 
 
-def _plain(entry: Entry) -> dict[str, Any]:
-    return {"file": entry.file, "sha256": entry.sha256, "bytes": entry.bytes}
-
-
-def _entry(raw: Mapping[str, Any]) -> Entry:
-    return Entry(str(raw["sha256"]), int(raw["bytes"]))
+def _checksum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _read_manifest(path: Path) -> Manifest:
@@ -84,17 +84,27 @@ def _read_manifest(path: Path) -> Manifest:
     try:
         body = json.loads(data)
         checksum = body.pop("checksum")
-        if checksum != _checksum(body):
+        if checksum != _checksum(json.dumps(body, sort_keys=body["format"] == 1)):
             raise Damaged(f"{path} does not match its checksum")
-        clients = {name: raw and _entry(raw) for name, raw in body["clients"].items()}
-        return Manifest(int(body["round"]), _entry(body["server"]), clients)
+        held = {"": body["server"], **body["clients"]}
+        if body["format"] == 1:
+            held = {name: raw and raw["sha256"] for name, raw in held.items()}
+        if not all(each is None or _SHA256.fullmatch(each) for each in held.values()):  # they become names of files
+            raise Damaged(f"{path} is not a manifest")
+        return Manifest(int(body["round"]), str(held.pop("")), held)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise Damaged(f"{path} is not a manifest") from None
 
 
 def _read(path: Path) -> bytes:
-    try:
+    with _reading(path):
         return path.read_bytes()
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
     except FileNotFoundError:
         raise Damaged(f"{path} is missing") from None
     except PermissionError as error:
@@ -104,13 +114,16 @@ def _read(path: Path) -> bytes:
 
 
 class Checkpoints:
-    """The checkpoints of one run directory."""
+    """The checkpoints of one run directory. `mapped`: clients' states are not read before they are asked for."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, mapped: bool = False) -> None:
         self.folder = folder
         self.files = folder / "files"
+        self._mapped = mapped
         self._sound: set[str] = set()  # checksums that this process has written or verified
-        self._named: dict[str, tuple[State, Entry]] = {}  # states whose file is known
+        self._named: dict[str, tuple[State, str]] = {}  # states in memory whose file is known
+        self._manifests: dict[int, tuple[object, Manifest]] = {}  # read or written, with what the file was like then
+        self._swept = False  # has this process looked for files that no manifest names?
 
     def rounds(self) -> list[int]:
         """The rounds that have a manifest, in order; whether they are sound shows when they are loaded."""
@@ -121,11 +134,14 @@ class Checkpoints:
         """Write a checkpoint, then `prune`."""
         self.files.mkdir(exist_ok=True)  # without parents: a run directory that was deleted must not come back half
         server = self._store(_SERVER, snapshot.server)
-        clients = {n: None if s is None else self._store(n, s) for n, s in snapshot.clients.items()}
+        if isinstance(snapshot.clients, Files):
+            clients = {n: None if file is None else self._adopt(file) for n, file in snapshot.clients.files.items()}
+        else:
+            clients = {n: None if s is None else self._store(n, s) for n, s in snapshot.clients.items()}
         atomic.fsync(self.files)
-        plain = {n: None if entry is None else _plain(entry) for n, entry in clients.items()}
-        body = {"format": FORMAT, "round": snapshot.round, "server": _plain(server), "clients": plain}
-        atomic.write_json(self.manifest(snapshot.round), {**body, "checksum": _checksum(body)})
+        manifest, path = Manifest(snapshot.round, server, clients), self.manifest(snapshot.round)
+        atomic.write(path, _manifest_text(manifest))
+        self._manifests[snapshot.round] = (_look(path), manifest)
         self.prune(snapshot.round, keep)
 
     def load(self, round: int) -> Snapshot:
@@ -133,11 +149,10 @@ class Checkpoints:
         manifest = _read_manifest(self.manifest(round))
         if manifest.round != round:
             raise Damaged(f"{self.manifest(round)} is of round {manifest.round}")
-        return Snapshot(
-            round,
-            self._fetch(_SERVER, manifest.server),
-            {n: None if entry is None else self._fetch(n, entry) for n, entry in manifest.clients.items()},
-        )
+        server, files = self._fetch(_SERVER, manifest.server), manifest.clients.items()
+        if self._mapped:
+            return Snapshot(round, server, Files({n: None if f is None else self._verified(f) for n, f in files}))
+        return Snapshot(round, server, {n: None if f is None else self._fetch(n, f) for n, f in files})
 
     def newest(self, rounds: Sequence[int], last: int) -> Snapshot | None:
         """The newest sound checkpoint of `rounds` and at most round `last`; warns of each one that is passed over."""
@@ -153,53 +168,101 @@ class Checkpoints:
 
     def forget(self, snapshot: Snapshot) -> None:
         """Let go of states that are no longer current, so that no old state stays in memory."""
-        current = {_SERVER: snapshot.server, **snapshot.clients}
-        self._named = {name: known for name, known in self._named.items() if _same(current.get(name), known[0])}
+        current = {_SERVER: snapshot.server}
+        if not isinstance(snapshot.clients, Files):
+            current |= {name: state for name, state in snapshot.clients.items() if state is not None}
+        self._named = {
+            name: known
+            for name, known in self._named.items()
+            if (state := current.get(name)) is known[0] or _same(state, known[0])
+        }
 
     def manifest(self, round: int) -> Path:
         return self.folder / f"manifest-{round:06d}.json"
 
-    def _store(self, name: str, state: State) -> Entry:
+    def _file(self, checksum: str) -> Path:
+        return self.files / f"{checksum}.safetensors"
+
+    def _store(self, name: str, state: State) -> str:
+        """Write a state, unless it is known; its checksum."""
         known = self._named.get(name)
         if known is not None and _same(state, known[0]):
             return known[1]
         data = serialise(state)
-        entry = Entry(hashlib.sha256(data).hexdigest(), len(data))
-        path = self.files / entry.file
+        checksum = hashlib.sha256(data).hexdigest()
+        path = self._file(checksum)
         # A file of that name from before this process may be damaged: trust its content, not its name.
-        if entry.sha256 not in self._sound and not (path.exists() and path.read_bytes() == data):
+        if checksum not in self._sound and not (path.exists() and path.read_bytes() == data):
             atomic.write(path, data, sync=False)
-        self._sound.add(entry.sha256)
-        self._named[name] = (state, entry)
-        return entry
+        self._sound.add(checksum)
+        self._named[name] = (state, checksum)
+        return checksum
 
-    def _fetch(self, name: str, entry: Entry) -> State:
-        path = self.files / entry.file
+    def _adopt(self, file: File) -> str:
+        """Give a state that is on disk already a name here, unless it has one."""
+        if file.sha256 not in self._sound:
+            atomic.link(file.path, self._file(file.sha256))
+            self._sound.add(file.sha256)
+        return file.sha256
+
+    def _fetch(self, name: str, checksum: str) -> State:
+        path = self._file(checksum)
         data = _read(path)
-        if hashlib.sha256(data).hexdigest() != entry.sha256:
+        if hashlib.sha256(data).hexdigest() != checksum:
             raise Damaged(f"{path} does not match its checksum")
         state = deserialise(data)
-        self._sound.add(entry.sha256)
-        self._named[name] = (state, entry)
+        self._sound.add(checksum)
+        self._named[name] = (state, checksum)
         return state
+
+    def _verified(self, checksum: str) -> File:
+        """A file whose content is right; it is looked at a piece at a time, and not held in memory."""
+        path = self._file(checksum)
+        with _reading(path), path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != checksum:
+                raise Damaged(f"{path} does not match its checksum")
+        self._sound.add(checksum)
+        return File(path, checksum)
 
     def prune(self, now: int, keep: Collection[int]) -> None:
         """Delete all but the last two up to round `now`, which is on disk, and those of the rounds in `keep`."""
         # After a fall-back there may be manifests of later rounds: damaged, and about to be made again.
+        rounds = self.rounds()
         sound: dict[int, Manifest] = {}
-        for round in self.rounds():
+        for round in rounds:
             if round <= now:
                 try:
-                    sound[round] = _read_manifest(self.manifest(round))
+                    sound[round] = self._manifest(round)
                 except Damaged:
                     continue  # it can never be used again
         kept = {*sorted(sound)[-2:], *(round for round in sound if round in keep)}
-        for round in self.rounds():
-            if round not in kept:
-                self.manifest(round).unlink(missing_ok=True)
+        gone = [round for round in rounds if round not in kept]
+        for round in gone:
+            self.manifest(round).unlink(missing_ok=True)
+            self._manifests.pop(round, None)
         atomic.fsync(self.folder)
-        named = {entry.file for round in kept for entry in sound[round].entries()}
-        for path in self.files.glob("*.safetensors"):
-            if path.name not in named:
-                path.unlink(missing_ok=True)
-                self._sound.discard(path.stem)
+        if self._swept and sound.keys() >= set(gone):
+            loose = set[str]().union(*(sound[round].files for round in gone))
+        else:  # who was killed, or whose manifest is damaged, may have left more behind
+            loose = {path.stem for path in self.files.glob("*.safetensors")}
+        for name in loose.difference(*(sound[round].files for round in kept)):
+            self._file(name).unlink(missing_ok=True)
+            self._sound.discard(name)
+        self._swept = True
+
+    def _manifest(self, round: int) -> Manifest:
+        """A manifest, read again only if its file is another than it was."""
+        path = self.manifest(round)
+        look, known = _look(path), self._manifests.get(round)
+        if known is None or look is None or known[0] != look:
+            known = self._manifests[round] = (look, _read_manifest(path))
+        return known[1]
+
+
+def _look(path: Path) -> tuple[int, int, int] | None:
+    """What tells that a file is the same as before."""
+    try:
+        there = path.stat()
+    except OSError:
+        return None
+    return there.st_ino, there.st_size, there.st_mtime_ns

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +29,7 @@ T = TypeVar("T")
 
 def encode(record: RoundRecord, clients: Sequence[str]) -> bytes:
     """A round as a line of `metrics.jsonl`; the order of its keys does not depend on who finished first."""
-    place = {name: i for i, name in enumerate(clients)}
+    place = _places(tuple(clients))
     logs = {client: {n: _finite(v) for n, v in sorted(values.items())} for client, values in record.logs.items()}
     entry = {
         "round": record.round,
@@ -91,10 +92,15 @@ def encode_seconds(record: RoundRecord) -> bytes:
     return _line({"round": record.round, "seconds": {n: round(s, 6) for n, s in record.seconds.items()}, "at": at})
 
 
-def ordered(values: Mapping[str, T], order: Iterable[str]) -> dict[str, T]:
+def ordered(values: Mapping[str, T], order: Sequence[str]) -> dict[str, T]:
     """`values` in the order given; names that are not in it come last, sorted."""
-    known = {name: values[name] for name in order if name in values}
-    return {**known, **{name: values[name] for name in sorted(values.keys() - known.keys())}}
+    place = _places(tuple(order))
+    return {name: values[name] for name in sorted(values, key=lambda name: (place.get(name, len(place)), name))}
+
+
+@lru_cache(maxsize=8)  # a round asks for it again and again, and there may be ten thousand clients
+def _places(order: tuple[str, ...]) -> dict[str, int]:
+    return {name: i for i, name in enumerate(order)}
 
 
 def _line(entry: Mapping[str, Any]) -> bytes:

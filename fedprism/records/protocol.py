@@ -29,6 +29,7 @@ _AT = {
     "global": "of the global model",
 }
 _PATH = "path="
+_NAMED = 12  # clients that a note names, at most
 _SHORT = {"last": "last", "best": "best-validation", "best-validation": "best-validation", "best-test": "best-test"}
 
 
@@ -233,7 +234,8 @@ def _note_absent(
         )
     never = [name for name in run.clients if name not in accuracy]
     if never:
-        notes.append(f"without {', '.join(never)}, never tested")
+        more = f" and {len(never) - _NAMED} more of {len(run.clients)} clients" if len(never) > _NAMED else ""
+        notes.append(f"without {', '.join(never[:_NAMED])}{more}, never tested")
 
 
 def _order(run: RunRecord, names: Iterable[str]) -> list[str]:

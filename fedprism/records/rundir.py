@@ -6,11 +6,13 @@ metrics.jsonl    one line a round; the same bits after a resume
 timings.jsonl    one line a round; the clock
 classes.json     counts a class of the best and the last round
 checkpoints/     see checkpoint.py
+states/          while it runs, with clients.state: disk: see engines/keeping.py
 .lock            held while a process writes; the system lets go of it when the process dies
 """
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +32,7 @@ from fedprism.records.standing import Best
 
 CONFIG = "config.yaml"
 LOCK = ".lock"
+STATES = "states"
 
 
 class RunDirectory:
@@ -40,7 +43,7 @@ class RunDirectory:
         self.config = config
         self._lock = lock
         self._recorder: Recorder | None = None
-        self._checkpoints = Checkpoints(path / "checkpoints")
+        self._checkpoints = Checkpoints(path / "checkpoints", mapped=config.clients.state == "disk")
 
     @classmethod
     def create(cls, path: str | Path, config: Config) -> RunDirectory:
@@ -77,6 +80,7 @@ class RunDirectory:
                     _write_config(path, recorded)
                 for folder in (path, path / "checkpoints", path / "checkpoints" / "files"):
                     atomic.sweep(folder)
+                shutil.rmtree(path / STATES, ignore_errors=True)  # of a killed run: it goes on from its checkpoint
             except BaseException:
                 lock.release()
                 raise
@@ -95,6 +99,11 @@ class RunDirectory:
     def clients(self) -> tuple[str, ...]:
         """The clients that it was begun with; none before it has begun."""
         return tuple(runfile.read(self.path).get("clients") or ())
+
+    @property
+    def states(self) -> Path:
+        """Where clients' states may lie while the run goes on."""
+        return self.path / STATES
 
     def latest(self) -> Snapshot | None:
         """The newest sound checkpoint, with a warning for each damaged one passed over; None: begin with round 0."""

@@ -35,17 +35,33 @@ def part(record: RoundRecord, moment: str, path: str) -> RoundRecord:
 
 @dataclass
 class Standing:
-    """Each client's latest score."""
+    """Each client's latest score, and sums over all of them that cost no more than what a round has tested."""
 
     moment: str
     split: str
     latest: dict[str, Score] = field(default_factory=dict)
+    tested: int = 0  # clients with images
+    _correct: Counter[int] = field(
+        default_factory=Counter
+    )  # by size of the client: few fractions, however many there are
+    _images: int = 0
 
     def see(self, record: RoundRecord) -> bool:
         """Take in a round; True if it tested anybody at this moment and split."""
         scores = record.scores.get(self.moment, {}).get(self.split, {})
-        self.latest.update(scores)
+        for client, score in scores.items():
+            old = self.latest.get(client)
+            if old is not None:
+                self._count(old, -1)
+            self._count(score, 1)
+            self.latest[client] = score
         return bool(scores)
+
+    def _count(self, score: Score, sign: int) -> None:
+        if score.total:
+            self.tested += sign
+            self._images += sign * score.total
+            self._correct[score.total] += sign * score.correct
 
     def accuracy(self) -> dict[str, float]:
         """Client -> share of its images that are recognised; clients without images are left out."""
@@ -55,13 +71,10 @@ class Standing:
         return {name: score.total for name, score in self.latest.items() if score.total}
 
     def exact_mean(self, by: str) -> Fraction:
-        """The mean accuracy over `clients` or `samples` without rounding, so that ties are ties."""
+        """The mean accuracy over `clients` or `samples` without rounding, so that ties are ties; some are tested."""
         if by == "samples":
-            return Fraction(sum(s.correct for s in self.latest.values()), sum(self.images().values()))
-        correct: Counter[int] = Counter()  # by size of the client: few fractions to add, however many clients
-        for score in self.latest.values():
-            correct[score.total] += score.correct
-        return sum((Fraction(c, n) for n, c in correct.items() if n), Fraction(0)) / len(self.images())
+            return Fraction(self._correct.total(), self._images)
+        return sum((Fraction(c, n) for n, c in self._correct.items()), Fraction(0)) / self.tested
 
 
 class Best:
@@ -75,9 +88,9 @@ class Best:
 
     def see(self, record: RoundRecord) -> bool:
         """Take in a round; True if it is the new best."""
-        if not self._standing.see(record) or not self._standing.images():
+        if not self._standing.see(record) or not self._standing.tested:
             return False
-        rank = (len(self._standing.images()), self._standing.exact_mean(self._by))
+        rank = (self._standing.tested, self._standing.exact_mean(self._by))
         if rank <= self._rank:
             return False
         self.round, self._rank = record.round, rank

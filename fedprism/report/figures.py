@@ -23,7 +23,7 @@ from fedprism import atomic
 from fedprism.errors import FedprismError
 from fedprism.records import Protocol, RunRecord
 from fedprism.records.protocol import of_path
-from fedprism.records.standing import Standing, mean
+from fedprism.records.standing import Standing
 from fedprism.report.inside import WHOLE, Courses, families, look
 from fedprism.report.table import LOCAL, MANY, Row, Table, grouped, table
 
@@ -36,6 +36,7 @@ DARK = ("#5aaee8", "#f58a4b", "#35c79d", "#e69ac6", "#f0b93f", "#a5daf7")
 INKS = {"ink": ("#1c2024", "#e8eaed"), "muted": ("#5f6871", "#a3acb5"), "grid": ("#dfe3e7", "#343b43")}
 _DASHES = ((0, ()), (0, (5, 1.5)), (0, (1.5, 1.2)))  # beyond six methods, the same colours in another dash
 _NAMED = 40  # more clients than this are drawn without names
+_BARS = 400  # of a panel, at most
 _ACROSS, _TALL = 2, 3.05  # panels in a row, and their height in inches
 
 
@@ -86,8 +87,8 @@ def _over_seeds(runs: Sequence[Mapping[int, float]]) -> Curve:
 def _course(record: RunRecord, protocol: Protocol) -> dict[int, float]:
     standing, course = Standing(protocol.moment or record.moment, "test"), {}
     for each in of_path(record, protocol).rounds:
-        if standing.see(each) and (accuracy := standing.accuracy()):
-            course[each.round] = mean(accuracy, standing.images() if protocol.mean == "samples" else None)
+        if standing.see(each) and standing.tested:
+            course[each.round] = float(standing.exact_mean(protocol.mean))
     return course
 
 
@@ -111,8 +112,8 @@ def panels(group: Sequence[RunRecord]) -> list[Panel]:
         return {client: replace(curve, deviation=()) for client, curve in found.items() if curve.rounds}
 
     paths: dict[str, Curve] = {}
-    for path in dict.fromkeys(name for each in seen for name in each.paths):
-        curve = _over_seeds([_mean_course(each.paths[path]) for each in seen if path in each.paths])
+    for path in dict.fromkeys(name for each in seen for name in each.means):
+        curve = _over_seeds([each.means[path] for each in seen if path in each.means])
         paths |= {path: curve} if curve.rounds else {}
     plain, quantiles = families(dict.fromkeys(name for each in seen for name in each.values))
     logs = dict.fromkeys(name for each in seen for name in each.logs)
@@ -127,12 +128,6 @@ def panels(group: Sequence[RunRecord]) -> list[Panel]:
         result.append(Panel(f"{family}, last round", boxes=boxes))
     result += [Panel(f"{name}, in training", lines([each.logs for each in seen], name)) for name in logs]
     return [panel for panel in result if panel.lines or panel.boxes]
-
-
-def _mean_course(clients: Mapping[str, Mapping[int, float]]) -> dict[int, float]:
-    """The mean over the clients that have been tested by then."""
-    rounds = {round for course in clients.values() for round in course}
-    return {round: fmean(course[round] for course in clients.values() if round in course) for round in rounds}
 
 
 # --- figures for the page --------------------------------------------------------------------------------------------
@@ -328,6 +323,7 @@ def _draw_gains(
             (left + column * wide, top - (line + 1) * tall + 0.08 * tall, wide * 0.95, tall * (0.92 - head))
         )
         shown = list(clients) if names else sorted(row.gains, key=lambda c: row.gains[c].mean, reverse=True)
+        shown = shown[:: every_bar(len(shown))]
         for height, client in enumerate(shown):
             gain = row.gains.get(client)
             if gain is None:
@@ -360,6 +356,15 @@ def _draw_gains(
         first = column == 0 and names
         axes.set_yticks(range(len(shown)) if first else [], list(shown) if first else [])
         axes.tick_params(length=0, labelsize=9.5, colors=theme.ink)
+
+
+def every_bar(clients: int) -> int:
+    """Of so many clients, every how many-th has a bar.
+
+    >>> every_bar(400), every_bar(401), every_bar(10_000)
+    (1, 2, 25)
+    """
+    return max(1, -(-clients // _BARS))
 
 
 def _room(values: Sequence[float], text: float) -> tuple[float, float]:

@@ -107,6 +107,8 @@ def _gains(result: Table) -> str:
     if not drawn:
         return ""
     note = "Points above (blue) or below (orange) what the client reaches alone, under the protocol of the table."
+    if (every := figures.every_bar(len(result.clients))) > 1:
+        note += f" Of {len(result.clients):,} clients in the order of their gain, about every {every}th is drawn."
     return f'<figure>{drawn}</figure>\n<p class="note">{escape(note)}</p>'
 
 
@@ -243,6 +245,7 @@ def _settings(records: Sequence[RunRecord]) -> str:
         "rounds": f"{train.rounds}, {train.epochs} local epochs, batch {train.batch}",
         "versions": ", ".join(f"{name} {value}" for name, value in versions.items()),
         "machine": ", ".join(f"{name}: {value}" for name, value in machine.items() if value is not None),
+        "engine": "; ".join(dict.fromkeys(_engine(record) for record in records)),
         "begun, ended": f"{first.info.get('started')}, {max(str(r.info.get('ended') or '–') for r in records)}",
     }
     for label, group in grouped(records).items():
@@ -254,6 +257,11 @@ def _settings(records: Sequence[RunRecord]) -> str:
         note = f" (seed {group[0].seed}; the others differ in nothing else)" if len(group) > 1 else ""
         configs.append(f"<details><summary>configuration of {escape(label)}{note}</summary><pre>{text}</pre></details>")
     return f"<dl>{items}</dl>\n" + "\n".join(configs)
+
+
+def _engine(record: RunRecord) -> str:
+    """What ran it and where; runs of earlier versions did not say what."""
+    return f"{record.info.get('engine', 'inprocess')} on {record.info.get('device', 'cpu')}"
 
 
 def _dealt(named: configuration.Named) -> str:

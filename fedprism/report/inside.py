@@ -10,7 +10,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
+from statistics import fmean
 
+from fedprism.engines.events import Score
 from fedprism.records import Protocol, RunRecord, outcome
 from fedprism.records.standing import Standing
 from fedprism.report.formats import Entry, Grid
@@ -25,19 +27,17 @@ Courses = dict[str, dict[str, Course]]  # name -> client -> course
 
 @dataclass(frozen=True)
 class Inside:
-    """One run's test at a moment, and its training. What is not finite is left out.
-
-    Paths are those of all clients, for their mean; the others are those of the first clients, which are shown.
-    """
+    """One run's test at a moment, and its training, of the first clients, which are shown. Not finite: left out."""
 
     paths: Courses = field(default_factory=dict)  # accuracy of parts of the model, and of the whole; shares, 0 to 1
+    means: dict[str, Course] = field(default_factory=dict)  # the same, mean over all clients that were tested by then
     values: Courses = field(default_factory=dict)  # means and quantiles over the test images
     logs: Courses = field(default_factory=dict)  # means over the training of a round; no losses
 
     @property
     def last(self) -> int:
         """The last evaluated round."""
-        tested = (course for of in (self.paths, self.values) for clients in of.values() for course in clients.values())
+        tested = [*self.means.values(), *(course for of in self.values.values() for course in of.values())]
         return max((max(course) for course in tested), default=0)
 
 
@@ -45,17 +45,32 @@ def look(record: RunRecord, moment: str | None = None) -> Inside:
     """All that a run's records show of the inside of its method, at its own moment unless another is named."""
     seen, standing = Inside(), Standing(moment or record.moment, "test")
     shown, logged = record.clients[:MANY], dict[str, Mapping[str, float]]()
+    parts: dict[str, dict[str, float]] = {}  # path -> client -> its latest accuracy
     for each in record.rounds:
-        tested = standing.see(each)
-        for client, score in standing.latest.items() if tested else ():
-            parts = {**score.paths, WHOLE: score.correct} if score.paths and score.total else {}
-            _note(seen.paths, client, each.round, {name: right / score.total for name, right in parts.items()})
-            _note(seen.values, client, each.round, score.inside if client in shown else {})
+        tested = each.scores.get(standing.moment, {}).get(standing.split, {})
+        for client, score in tested.items():
+            own = _parts(score)
+            for name in (*parts, *own):
+                of = parts.setdefault(name, {})
+                of.pop(client, None)
+                of |= {client: own[name]} if name in own else {}
+        if standing.see(each):
+            for name, of in parts.items():
+                seen.means.setdefault(name, {}).update({each.round: fmean(of.values())} if of else {})
+        for client in (name for name in shown if name in standing.latest) if tested else ():
+            _note(seen.paths, client, each.round, _parts(standing.latest[client]))
+            _note(seen.values, client, each.round, standing.latest[client].inside)
         for client in (name for name in shown if name in each.logs):
             logged[client] = {name: value for name, value in each.logs[client].items() if not name.startswith("loss/")}
         for client, values in logged.items() if each.logs else ():
             _note(seen.logs, client, each.round, values)
     return seen
+
+
+def _parts(score: Score) -> dict[str, float]:
+    """The accuracy of every part of a model, and of the whole; empty where it has no parts."""
+    right = {**score.paths, WHOLE: score.correct} if score.paths and score.total else {}
+    return {name: count / score.total for name, count in right.items()}
 
 
 def _note(courses: Courses, client: str, round: int, values: Mapping[str, float]) -> None:

@@ -12,7 +12,7 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 from fedprism.engines.events import Callback, Plan, RoundRecord, Snapshot, Status
-from fedprism.records.standing import Standing, mean
+from fedprism.records.standing import Standing
 
 SLOW = 2.0  # seconds after which a round's clients are counted
 
@@ -66,6 +66,9 @@ class Progress(Callback):
         if time.monotonic() - self._last > SLOW:
             self._show(f", client {done}/{of}")
 
+    def note(self, text: str) -> None:
+        self._show(f", {text}" if text else "")
+
     def round(self, record: RoundRecord, snapshot: Snapshot) -> None:
         now = time.monotonic()
         seconds, rounds = self._spent.get(self._plan.method, (0.0, 0))
@@ -74,8 +77,8 @@ class Progress(Callback):
             self._done += 1
         self._last, self._round = now, record.round
         for standing in self._standings:  # the test images only where there are none for validation
-            if standing.see(record) and standing.accuracy():
-                shown = f"{100 * mean(standing.accuracy()):.1f} %"
+            if standing.see(record) and standing.tested:
+                shown = f"{100 * float(standing.exact_mean('clients')):.1f} %"
                 self._accuracy = f"{shown} {standing.split} ({self._plan.moment})"
                 break
         self._show()

@@ -18,8 +18,11 @@ from fedprism.report import formats
 from fedprism.report.formats import Entry, Fitting, Grid
 
 MANY = 12  # more clients than this have no columns of their own
+TOO_MANY = 1000  # more clients than this have none in a CSV either: spreadsheets end at some thousands
+SHARES = (5, 25, 50, 75, 95)  # percent of so many clients that are below a figure
 GAIN = "gain"
 MORE = ("spread", "balanced accuracy", "macro F1")  # figures that only the CSV has
+BELOW = tuple(f"{share} % of clients below" for share in SHARES)  # likewise, in place of the clients' columns
 LOCAL = "local"
 _APART = ("seed", "run", "method", "evaluate")  # what may differ between runs that are compared
 
@@ -69,7 +72,8 @@ class Table:
                 with_deviation = deviations is None or column in deviations
                 cells.append(_entry(row.figures.get(column), column, row.label in best[column], with_deviation))
             rows.append(tuple(cells))
-        left_out = f"Columns of {len(self.clients)} clients are left out here; the CSV has them."
+        holder = "CSV" if len(self.clients) <= TOO_MANY else "run's metrics.jsonl"
+        left_out = f"Columns of {len(self.clients)} clients are left out here; the {holder} has them."
         notes = self.notes if with_clients else (*self.notes, left_out)
         header = ("method", *(column.removeprefix(_client("")) for column in columns))
         return Grid(header, tuple(rows), notes)
@@ -100,8 +104,13 @@ class Table:
         return formats.html(self.grid(clients))
 
     def csv(self) -> str:
-        """Every figure in percent with its deviation over seeds, every client included; the protocol in a column."""
-        out, columns = StringIO(), (*self.columns, *MORE)
+        """Every figure in percent with its deviation over seeds; the protocol in a column.
+
+        Every client has a column. Of more than a thousand there are quantiles instead.
+        """
+        few = len(self.clients) <= TOO_MANY
+        kept = self.columns if few else tuple(c for c in self.columns if not c.startswith(_client("")))
+        out, columns = StringIO(), (*kept, *MORE, *(() if few else BELOW))
         header = [name for column in columns for name in (column, f"{column} deviation")]
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow(["method", "seeds", "state", *header, "protocol"])
@@ -227,6 +236,10 @@ def _row(label: str, records: Sequence[RunRecord], outcomes: Sequence[Outcome], 
         summary = summarise(outcomes)
         figures = {_client(name): figure for name, figure in summary.accuracy.items()}
         figures |= {"mean": summary.mean, "worst": summary.worst, "spread": summary.spread}
+        if len(summary.accuracy) > MANY:
+            ranked = [sorted(each.accuracy.values()) for each in outcomes]
+            for name, share in zip(BELOW, SHARES, strict=True):
+                figures[name] = figure([run[round((len(run) - 1) * share / 100)] for run in ranked])
         for name, of_clients in {"balanced accuracy": "balanced", "macro F1": "f1"}.items():
             values = [list(getattr(each, of_clients).values()) for each in outcomes]
             if all(values):  # counts a class are kept of the best and the last round alone

@@ -48,7 +48,8 @@ class Setup:
     built: list[nn.Module] = field(default_factory=list)  # each client's first module with all the parts that a method
     # adds to a model: first weights are chance, so both sides start from the same; a reference trains copies of them
     noise: Callable[[int, int, str, int, str, tuple[int, ...]], Tensor] = no_noise
-    # (round, client, pass, step, name, shape): the uniform noise that a step of training drew; steps count from 0
+    # (round, client, pass, step, name, shape): the uniform noise that a step of training drew; steps count from 0, on
+    # over the epochs
 
 
 @dataclass

@@ -1,0 +1,149 @@
+"""How time and memory grow with clients, with the model and with participation; a picture of each."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from fedprism import atomic
+from fedprism.bench.engines import Ask
+from fedprism.bench.progress import Rows
+from fedprism.bench.results import Results, Row
+from fedprism.engines.inprocess import ENGINES
+from fedprism.errors import FedprismError
+from fedprism.report.figures import INKS, LIGHT, available
+
+FIXED = 10  # participants, where their number does not grow with the clients
+SHARE = 0.1  # of the clients, where it does
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What one picture shows: the number along its axis, in which field of a point's answer, and how it is called."""
+
+    title: str
+    along: str
+    words: str
+
+
+CURVES: Mapping[str, Curve] = {
+    "clients": Curve("clients", "clients", "clients"),
+    "model": Curve("model size", "parameters", "parameters of the model"),
+    "participation": Curve("participation", "participants", "clients that take part in a round"),
+}
+
+
+def points(quick: bool) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Curve, series, and what the point is measured with."""
+    counts = (10, 100, 1000) if quick else (10, 100, 1000, 10_000)
+    rounds = 2 if quick else 3
+    for count in counts:
+        yield "clients", f"{FIXED} take part", {"clients": count, "participation": FIXED / count, "rounds": rounds}
+    for state in ("memory", "disk"):
+        words = f"{SHARE:.0%} take part" + (", state on disk" if state == "disk" else "")
+        for count in counts:
+            settings = {"clients": count, "participation": SHARE, "rounds": rounds, "state": state}
+            yield "clients", words.replace("%", " %"), settings
+    widths = (8, 16) if quick else (8, 16, 32, 64)
+    for name, model in [
+        ("mlp", "mlp"),
+        ("cnn4", "cnn4"),
+        *(("resnet18", {"name": "resnet18", "width": w}) for w in widths),
+    ]:
+        yield "model", name, {"clients": FIXED, "model": model, "rounds": rounds, "side": 32}
+    of = 100 if quick else 1000
+    for share in (0.01, 0.1, 0.5, 1.0):
+        yield "participation", f"of {of:,} clients", {"clients": of, "participation": share, "rounds": rounds}
+
+
+def measure_growth(ask: Ask, results: Results, rows: Rows) -> None:
+    """A row a point, each in a process of its own."""
+    # One engine for all points: `auto` would change it on the way, and the curve with it.
+    engine = "cuda-graphs" if ask.device.type == "cuda" and "cuda-graphs" in ENGINES else "inprocess"
+    plan = []
+    for curve, series, settings in points(ask.quick):
+        settings |= {"device": str(ask.device), "engine": engine}
+        key = f"{curve}: {json.dumps(settings, sort_keys=True)}"
+        if ask.force or not results.has("growth", key):
+            plan.append((curve, series, settings, key))
+    rows.expect(len(plan))
+    for curve, series, settings, key in plan:
+        rows.begin(f"growth with {CURVES[curve].title}: {_told(settings)}, {series}", 1)
+        row = {"curve": curve, "series": series, "settings": settings, **in_own_process(settings)}
+        results.add("growth", key, row, ask.command)
+        rows.end(f"{row['round_seconds']:.3g} s a round")
+    for curve in CURVES:
+        if not available():
+            rows.say("matplotlib is not installed, so there are no pictures: pip install 'fedprism[report]'.")
+            break
+        draw(curve, [row for row in results["growth"] if row["curve"] == curve], picture_of(results.path, curve))
+    else:
+        results.write()  # the page shows the pictures
+
+
+def picture_of(path: Path, curve: str) -> Path:
+    """Where a curve's picture lies: beside the results."""
+    return path.with_name(f"{path.stem}-growth-{curve}.svg")
+
+
+def in_own_process(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """One point, measured where nothing else has taken memory."""
+    command = [sys.executable, "-m", "fedprism.bench.point", json.dumps(settings)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or [f"it ended with {done.returncode}"]
+        raise FedprismError(f"the point {_told(settings)} could not be measured: {last[0]}")
+    return dict(json.loads(done.stdout))
+
+
+def _told(settings: Mapping[str, Any]) -> str:
+    model = settings.get("model", "cnn4")
+    name = model if isinstance(model, str) else f"{model['name']} of width {model['width']}"
+    return f"{settings['clients']:,} clients, {name}"
+
+
+def _megabytes(row: Row) -> float:
+    """On the GPU where there is one, else of the process and its workers."""
+    return float(row["device_memory_bytes"] or row["peak_memory_bytes"]) / 1e6
+
+
+def _seconds(row: Row) -> float:
+    return float(row["round_seconds"])
+
+
+def draw(curve: str, rows: list[Row], path: Path) -> None:
+    """Seconds a round and memory along the curve's axis, a line a series."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    if not rows:
+        return
+    told, series = CURVES[curve], list(dict.fromkeys(row["series"] for row in rows))
+    with rc_context({"svg.hashsalt": curve, "font.size": 9, "text.color": INKS["ink"][0]}):
+        figure = Figure(figsize=(8.4, 3.2), layout="constrained")
+        for axes, (value, words) in zip(
+            figure.subplots(1, 2),
+            ((_seconds, "seconds a round"), (_megabytes, "memory, MB")),
+            strict=True,
+        ):
+            for place, name in enumerate(series):
+                of = sorted((row for row in rows if row["series"] == name), key=lambda row: float(row[told.along]))
+                x, y = [row[told.along] for row in of], [value(row) for row in of]
+                axes.plot(x, y, "o-", ms=4, label=name, color=LIGHT[place % len(LIGHT)])
+            axes.set_xscale("log")
+            axes.set_yscale("log" if value is _seconds else "linear")
+            axes.set_ylim(bottom=None if value is _seconds else 0)
+            axes.set_xlabel(told.words)
+            axes.set_ylabel(words)
+            axes.grid(color=INKS["grid"][0])
+            axes.spines[["top", "right"]].set_visible(False)
+        figure.axes[0].legend(frameon=False)
+        out = BytesIO()
+        figure.savefig(out, format="svg", metadata={"Date": None})
+    atomic.write(path, out.getvalue())

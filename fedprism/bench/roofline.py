@@ -1,0 +1,224 @@
+"""What bounds a training step: its floating-point operations, the bytes it moves and the kernels it starts, each as a
+share of what the device was measured to do in the same run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from fedprism.bench.engines import Ask
+from fedprism.bench.machine import wait
+from fedprism.bench.progress import Rows
+from fedprism.bench.results import Results
+from fedprism.bench.workloads import WORKLOADS, Workload, chosen, configure
+from fedprism.engines.numerics import numerics
+from fedprism.models import architectures
+
+TINY_KERNELS, TINY_STREAMS = 200, 16  # of the graphs by which starts a second are measured
+REPEATS = 5
+
+
+class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operations and the bytes that they read and write; a view of a tensor moves none."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations = self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.operations += 1
+            read, written = tree_leaves((args, kwargs or {})), tree_leaves(result)
+            self.bytes += sum(t.numel() * t.element_size() for t in [*read, *written] if isinstance(t, Tensor))
+        return result
+
+
+def make_step(workload: Workload, device: torch.device) -> Callable[[], None]:
+    """A plain training step: normalise, forward, backward, update. The batch is there."""
+    config = configure(workload, "fedavg", device, {"engine": "inprocess"})
+    arch = architectures(config.model, ("one",), workload.classes, workload.shape)["one"]
+    layout = torch.channels_last if config.run.memory_format == "channels_last" else torch.contiguous_format
+    model = arch.model(0).to(device, memory_format=layout).train()  # type: ignore[call-overload]
+    optimiser = torch.optim.SGD(model.parameters(), lr=config.train.optimizer.lr)
+    images = torch.zeros(workload.batch, *workload.shape, dtype=torch.uint8, device=device)
+    labels = torch.zeros(workload.batch, dtype=torch.int64, device=device)
+
+    def step() -> None:
+        optimiser.zero_grad()
+        x = (images.float() / 127.5 - 1).contiguous(memory_format=layout)
+        cross_entropy(model(x), labels).backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+
+    return step
+
+
+def count(step: Callable[[], None], device: torch.device) -> dict[str, Any]:
+    """FLOPs, bytes and operations of a step; on a GPU also its kernels, as the profiler sees them."""
+    step()  # a first step allocates
+    flops, traffic = FlopCounterMode(display=False), Traffic()
+    with flops:
+        step()
+    with traffic:
+        step()
+    kernels = count_kernels(step) if device.type == "cuda" else None
+    return {
+        "flops": flops.get_total_flops(),
+        "bytes": traffic.bytes,
+        "operations": traffic.operations,
+        "kernels": kernels,
+    }
+
+
+def count_kernels(step: Callable[[], None]) -> int:
+    """Kernels and copies that the device is told to run in one step."""
+    from torch.autograd.profiler_util import DeviceType  # type: ignore[attr-defined]
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        step()
+        torch.cuda.synchronize()
+    return sum(event.device_type == DeviceType.CUDA for event in seen.events())
+
+
+# --- what the device can do ------------------------------------------------------------------------------------------
+
+
+def roofs(device: torch.device) -> dict[str, float]:
+    """Bytes and FLOPs a second, and on a GPU kernels a second, as measured now."""
+    cuda = device.type == "cuda"
+    length = 2**28 if cuda else 2**24
+    source = torch.zeros(length, device=device)
+    target = torch.empty_like(source)
+    found = {"bytes": 2 * 4 * length / _best(lambda: target.copy_(source), device)}
+    side = 8192 if cuda else 1024
+    a = torch.ones(side, side, device=device)
+    found["flops"] = 2 * side**3 / _best(lambda: a @ a, device)
+    if cuda:
+        found["kernels"] = _starts(device)
+    return found
+
+
+def _best(work: Callable[[], object], device: torch.device, inner: int = 3) -> float:
+    """Seconds of the fastest of several tries, each a few times in a row."""
+    best = float("inf")
+    for _ in range(REPEATS + 1):
+        wait(device)
+        begun = time.perf_counter()
+        for _ in range(inner):
+            work()
+        wait(device)
+        best = min(best, (time.perf_counter() - begun) / inner)
+    return best
+
+
+def _starts(device: torch.device) -> float:
+    """Tiny kernels a second, from captured graphs on streams of their own."""
+    streams = [torch.cuda.Stream(device) for _ in range(TINY_STREAMS)]  # type: ignore[no-untyped-call]
+    graphs, kept = [], []
+    for stream in streams:
+        x = torch.zeros(32, device=device)
+        kept.append(x)
+        with torch.cuda.stream(stream):
+            x.add_(1)
+        wait(device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(TINY_KERNELS):
+                x.add_(1)
+        graphs.append(graph)
+
+    def replay() -> None:
+        for stream, graph in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+
+    return TINY_KERNELS * TINY_STREAMS / _best(replay, device, inner=20)
+
+
+# --- the rows --------------------------------------------------------------------------------------------------------
+
+
+def measure_roofline(ask: Ask, results: Results, rows: Rows) -> None:
+    """A row a workload whose FedAvg or FedBN was measured: counts of a step, and each engine's share of the roofs."""
+    measured = {
+        row["workload"]: row
+        for row in results["engines"]
+        if row["method"] in ("fedavg", "fedbn") and row["workload"] in chosen(ask.workloads) and row["contenders"]
+    }
+    stale = {
+        name: row
+        for name, row in measured.items()
+        if ask.force or not results.has("roofline", name, [f"{row['key']} {row['date']}"])
+    }
+    rows.expect(len(stale))
+    if not stale:
+        return
+    config = configure(WORKLOADS[next(iter(stale))], "fedavg", ask.device, {"engine": "inprocess"})
+    with numerics(config.run, ask.device):
+        limits: dict[str, float] | None = None
+        for name, row in stale.items():
+            rows.begin(f"roofline of {name}", 2)
+            if limits is None:
+                rows.tell("what the device can do")
+                limits = {what: float(f"{value:.4g}") for what, value in roofs(ask.device).items()}
+            rows.tell("counting a step")
+            counts = count(make_step(WORKLOADS[name], ask.device), ask.device)
+            shares = {each["name"]: engine_shares(each, row, counts, limits) for each in row["contenders"]}
+            best = max(row["contenders"], key=lambda each: float(each["train_per_second"]))["name"]
+            found = {
+                "asked": [f"{row['key']} {row['date']}"],  # counted anew where the figures are new
+                "workload": name,
+                "method": row["method"],
+                "batch": row["batch"],
+                "roofs": limits,
+                "step": counts,
+                "engines": shares,
+                "fastest": best,
+                "bound": bound(shares[best]),
+            }
+            results.add("roofline", name, found, ask.command)
+            rows.end()
+
+
+def engine_shares(
+    each: Mapping[str, Any], row: Mapping[str, Any], counts: Mapping[str, Any], limits: Mapping[str, float]
+) -> dict[str, Any]:
+    """What an engine's training makes of each roof: a share of 1 would be all that the device can do."""
+    steps = each["train_per_second"] / row["batch"]
+    told = each["facts"].get("kernels_per_step")
+    if isinstance(told, Mapping):  # one a pass; every pass goes over the same batches
+        told = sum(told.values())
+    kernels = counts["kernels"] if told is None else told
+    shares = {
+        "flops": steps * counts["flops"] / limits["flops"],
+        "bytes": steps * counts["bytes"] / limits["bytes"],
+    }
+    if kernels is not None and "kernels" in limits:
+        shares["kernels"] = steps * kernels / limits["kernels"]
+    rounded = {what: float(f"{share:.3g}") for what, share in shares.items()}
+    return {"steps_per_second": float(f"{steps:.4g}"), "kernels_per_step": kernels, "shares": rounded}
+
+
+def bound(found: Mapping[str, Any]) -> str:
+    """What the largest share says."""
+    shares = found["shares"]
+    what = max(shares, key=lambda name: float(shares[name]))
+    words = {
+        "flops": "arithmetic: the rate of a large matrix product",
+        "bytes": "memory: the rate of a large copy",
+        "kernels": "starting kernels: the rate at which the device starts tiny ones",
+    }[what]
+    largest = f"{100 * shares[what]:.0f} % of {words}"
+    if shares[what] >= 0.5:
+        return f"bound by {largest}"
+    return f"bound by none of these: the largest share is {largest}; the rest is waiting and small operations"

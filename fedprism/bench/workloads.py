@@ -1,0 +1,157 @@
+"""What is measured: the table of workloads, and the federation and configuration of each.
+
+Sizes are those of the papers. Images are random bytes, made from a key: speed does not depend on what they show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fedprism import keys
+from fedprism.api import resolve
+from fedprism.config import Config, structure
+from fedprism.errors import ConfigError, unknown
+from fedprism.federation import Federation
+from fedprism.methods import find
+from fedprism.registry import Registry
+
+ROUNDS = 1_000_000  # of a configuration: a run that is measured never comes to its last round
+OPTIMIZER = {"name": "sgd", "lr": 0.005, "momentum": 0.0}  # FedCP's
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, clients with so many training and test images each, and the methods that are measured on them."""
+
+    model: Mapping[str, Any]
+    shape: tuple[int, int, int]
+    classes: int
+    batch: int
+    train: tuple[int, ...]  # images of each client
+    test: tuple[int, ...]
+    methods: tuple[str, ...]
+    cpu: int  # at most so many training images a client on a CPU, which is slower by far
+    quick: int  # and with --quick, there and on a GPU
+    run: Mapping[str, Any] = field(default_factory=dict)  # of the configuration's `run`
+    first: tuple[str, ...] = ()  # of the methods, those of --quick; none: all
+
+    def sizes(self, most: int | None) -> list[tuple[int, int]]:
+        """Training and test images of each client; of both, the share that leaves at most `most` for training."""
+        pairs = []
+        for train, test in zip(self.train, self.test, strict=True):
+            kept = train if most is None else min(train, most)
+            pairs.append((kept, max(1, round(test * kept / train))))
+        return pairs
+
+
+WORKLOADS: Registry[Workload] = Registry("workload")
+EIGHT = ("fedavg", "fedbn", "fedcp", "fedpick", "fedios", "fed-co2", "ditto", "scaffold")
+
+
+def _cnn4(clients: int, batch: int, methods: tuple[str, ...], first: tuple[str, ...] = ()) -> Workload:
+    """CIFAR-100 as FedCP deals it: 60,000 images, of which each client keeps a quarter for the test."""
+    each = 60_000 // clients
+    train, test = (each * 3 // 4,) * clients, (each // 4,) * clients
+    least = 3 * batch if clients > 20 else 100
+    return Workload({"name": "cnn4"}, (3, 32, 32), 100, batch, train, test, methods, least, least // 5, first=first)
+
+
+WORKLOADS.register("cnn4-n20-b10")(_cnn4(20, 10, EIGHT, ("fedavg", "fedcp")))
+WORKLOADS.register("cnn4-n20-b64")(_cnn4(20, 64, ("fedavg",)))
+WORKLOADS.register("cnn4-n100-b10")(_cnn4(100, 10, ("fedavg",)))
+WORKLOADS.register("digit6-n5-b32")(  # FedBN's digits
+    Workload({"name": "digit6"}, (3, 28, 28), 10, 32, (743,) * 5, (186,) * 5, ("fedbn",), cpu=96, quick=32)
+)
+WORKLOADS.register("alexnet-bn-n4-b32")(  # Office-Caltech-10: Amazon, Caltech, DSLR, WebCam
+    Workload(
+        {"name": "alexnet-bn"},
+        (3, 256, 256),
+        10,
+        32,
+        (766, 898, 125, 236),
+        (192, 225, 32, 59),
+        ("fedbn",),
+        cpu=32,
+        quick=8,
+        run={"memory_format": "channels_last"},
+    )
+)
+WORKLOADS.register("resnet18-n20-b10")(  # torchvision's stem: 7x7 and pooling
+    Workload(
+        {"name": "resnet18"},
+        (3, 32, 32),
+        100,
+        10,
+        (2_250,) * 20,
+        (750,) * 20,
+        ("fedbn",),
+        cpu=20,
+        quick=10,
+        run={"memory_format": "channels_last"},
+    )
+)
+FIRST = "cnn4-n20-b10"
+
+
+def most_images(workload: Workload, device: torch.device, quick: bool, samples: int | None) -> int | None:
+    """How many training images a client has at most; None: as many as the papers' has."""
+    if samples is not None:
+        return samples
+    if device.type == "cuda":
+        return 20 * workload.quick if quick else None
+    return workload.quick if quick else workload.cpu
+
+
+def make_clients(workload: Workload, most: int | None) -> Federation:
+    """The workload's clients with random images and labels."""
+    clients = {}
+    for place, (train, test) in enumerate(workload.sizes(most)):
+        draw = keys.generator("bench", place)
+        x = torch.randint(0, 256, (train + test, *workload.shape), dtype=torch.uint8, generator=draw)
+        y = torch.randint(0, workload.classes, (train + test,), generator=draw)
+        nothing = (x[:0], y[:0])
+        clients[f"c{place:03d}"] = {
+            "train": (x[:train], y[:train]),
+            "validation": nothing,
+            "test": (x[train:], y[train:]),
+        }
+    names = tuple(map(str, range(workload.classes)))
+    return Federation.from_arrays(clients, name="bench", class_names=names)
+
+
+def configure(workload: Workload, method: str, device: torch.device, run: Mapping[str, Any]) -> Config:
+    """The configuration of one engine: evaluated every round on the test part, at the method's own moment."""
+    raw = {
+        "model": dict(workload.model),
+        "method": method,
+        "train": {"rounds": ROUNDS, "batch": workload.batch, "optimizer": OPTIMIZER},
+        "evaluate": {"moments": [find(method).moment], "splits": ["test"]},
+        "run": {"device": str(device), **workload.run, **run},
+    }
+    return resolve(structure(raw, Config))
+
+
+def chosen(names: Sequence[str]) -> dict[str, Workload]:
+    """Workloads by name; none named: all."""
+    return {name: WORKLOADS[name] for name in names} if names else dict(WORKLOADS.items())
+
+
+def chosen_methods(workload: Workload, quick: bool, asked: Sequence[str] | None) -> tuple[str, ...]:
+    """Methods that are asked for, or those of the workload."""
+    for name in asked or ():
+        if "/" in name or ":" in name or name.endswith(".py"):
+            raise ConfigError(f"--methods has {name!r}; `bench` measures registered methods: {', '.join(EIGHT)}, ...")
+        find(name)
+    return tuple(asked) if asked else (workload.first or workload.methods) if quick else workload.methods
+
+
+def engines_asked(asked: Sequence[str] | None, known: Sequence[str]) -> tuple[str, ...]:
+    """Those that are asked for, in the table's order; none: all."""
+    for name in asked or ():
+        if name not in known:
+            raise ConfigError(unknown("engine of a benchmark", name, known))
+    return tuple(name for name in known if asked is None or name in asked)

@@ -1,0 +1,401 @@
+"""A training step as one compiled function: forward, backward and update, for `run.compile`.
+
+The step is traced once into a graph whose inputs are all that it reads and changes (weights, buffers, scratch,
+optimiser state, sums of what is logged, the batch, noise); the same compiled code then serves every slot. While it is
+traced, convolutions of small batches become matrix products of the same parameters, and batch norm is written out: a
+compiler can fuse those with what is around them, and fewer kernels are what makes small models fast.
+
+What it computes equals the plain step to rounding, not bit by bit.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from fedprism.config import OptimizerConfig
+from fedprism.engines.passes import Work, precision
+from fedprism.errors import ConfigError, FedprismError
+from fedprism.methods.base import Draw, Me
+from fedprism.methods.leaves import Place, places
+
+LONG = 50  # rounds from which on compiling, which takes a minute or two, is chosen by `auto`
+SMALL = 8_000_000  # numbers of a convolution's unfolded input up to which it becomes a matrix product
+BETAS, EPSILON = (0.9, 0.999), 1e-8  # torch.optim.Adam's
+
+OPTIONS: dict[str, Any] = {
+    "max_autotune": True,
+    "max_autotune_gemm_backends": "TRITON",  # whose products take what follows them along
+    "autotune_fallback_to_aten": True,
+    "benchmark_epilogue_fusion": False,
+    "combo_kernels": True,
+    "triton.cudagraphs": False,
+}
+RELUS = {functional.relu, torch.relu, torch.Tensor.relu}
+PRODUCTS = {torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__}
+
+Function = Callable[..., Any]
+Name = tuple[str, str]
+Noises = tuple[str, tuple[int, ...]]  # the name and the shape of some noise
+
+
+class Untraceable(FedprismError):
+    """A step that cannot be compiled; the message says why."""
+
+
+@dataclass
+class Step:
+    """A compiled step, and the tensors of one slot that it reads and changes.
+
+    Weights and optimiser state come out as new tensors, which the next step takes; they are written back after the last
+    one. An update in place could not be part of the matrix product that it is made of.
+    """
+
+    function: Function
+    held: list[Tensor]
+    changed: list[int]  # which of these come out anew
+    noises: list[Noises]
+    logged: list[str]
+    me: Me
+
+    @contextmanager
+    def stretch(self) -> Iterator[None]:
+        """Within: steps that follow each other."""
+        self.now = list(self.held)
+        with torch.no_grad():
+            yield
+            torch._foreach_copy_([self.held[i] for i in self.changed], [self.now[i] for i in self.changed])
+        self.now = []
+
+    def __call__(self, x: Tensor, y: Tensor, draw: Draw) -> None:
+        noise = [draw(name, *shape) for name, shape in self.noises]
+        for place, tensor in zip(self.changed, self.function(*self.now, x, y, *noise), strict=True):
+            self.now[place] = tensor
+        for name in self.logged:
+            self.me.counts[name] = self.me.counts.get(name, 0) + 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where in the list of inputs each kind of tensor stands, and what is trained."""
+
+    slots: list[Place]  # of the model and of scratch
+    trained: list[int]  # which of these are trained
+    state: int  # tensors of the optimiser, a parameter
+    logged: list[str]
+    noises: list[Noises]
+
+
+def trace(work: Work, layout: Layout, examples: Sequence[Tensor]) -> tuple[torch.fx.GraphModule, list[int]]:
+    """The step as a graph of tensor operations, and which of its inputs come out of it anew."""
+    me, settings = work.me, work.settings
+    changed: list[int] = []
+
+    def step(*tensors: Tensor) -> list[Tensor]:
+        rest = list(tensors)
+        held = [rest.pop(0) for _ in layout.slots]
+        state = [rest.pop(0) for _ in range(layout.state * len(layout.trained))]
+        rate = rest.pop(0)
+        sums = {name: rest.pop(0) for name in layout.logged}
+        x, y = rest.pop(0), rest.pop(0)
+        noise = dict(zip(layout.noises, rest, strict=True))
+        inner = list(held)
+        for place in layout.trained:
+            inner[place] = held[place].detach().requires_grad_(True)
+        logs: dict[str, Tensor] = {}
+        with _swapped(layout.slots, inner), _listening(me, noise, logs), torch.enable_grad():
+            with Rewritten(), precision(work.config, x.device):
+                loss = work.each.loss(me, x, y)
+            assert loss is not None
+            trained = [inner[place] for place in layout.trained]
+            found = torch.autograd.grad(loss, trained, allow_unused=True)
+        me.log_into(logs, f"loss/{work.each.name}", loss)
+        with torch.no_grad():
+            grads = _clipped(found, work.config.train.clip)
+            for name, value in logs.items():
+                sums[name].add_(value)
+            changed.clear()
+            new: list[Tensor] = []
+            for i, (place, grad) in enumerate(zip(layout.trained, grads, strict=True)):
+                if grad is not None:  # else the loss does not reach it, and an optimiser leaves it as it is
+                    own = range(i * layout.state, (i + 1) * layout.state)
+                    new += _updated(settings, held[place], grad, [state[each] for each in own], rate)
+                    changed.extend([place, *(len(layout.slots) + each for each in own)])
+            return new
+
+    return make_fx(step, tracing_mode="fake")(*examples), changed
+
+
+class Compiler:
+    """Compiles a step once for all slots."""
+
+    def __init__(self, device: torch.device, tell: Callable[[str, float | None], None]) -> None:
+        self.device, self.tell = device, tell  # told before with a text, and after with the seconds that it took
+        self.known: dict[Any, tuple[Function, list[Name], list[int]]] = {}  # what it takes, which of it it changes
+        self.build: Callable[[torch.fx.GraphModule, Sequence[Tensor]], Function] = inductor
+
+    def step(self, key: Any, work: Work, trainer: Any, noises: list[Noises], batch: tuple[Tensor, Tensor]) -> Step:
+        """The compiled step of a pass, with the tensors of this slot."""
+        me, tensors = work.me, everything(work.me)
+        states = [trainer.optimizer.state[p] for p in trainer.trained]
+        ordered = [t for each in states for t in each.values() if isinstance(t, Tensor)]
+        inputs: dict[Name, Tensor] = {
+            **tensors,
+            **{("state", str(place)): tensor for place, tensor in enumerate(ordered)},
+            ("rate", ""): trainer.optimizer.param_groups[0]["lr"],
+            **{("sum", name): tensor for name, tensor in me.sums.items()},
+        }
+        if key not in self.known:
+            self.tell(f"compiling the step of pass {work.each.name!r}, once", None)
+            begun = time.perf_counter()
+            where = {id(held[leaf]): place for place, (_, held, leaf) in enumerate(slots(me).values())}
+            trained = [where[id(parameter)] for parameter in trainer.trained]
+            size = len(ordered) // max(1, len(trained))
+            layout = Layout(list(slots(me).values()), trained, size, list(me.sums), noises)
+            noise = [torch.rand(shape, device=self.device) for _, shape in noises]
+            examples = [*inputs.values(), *batch, *noise]
+            try:
+                graph, changed = trace(work, layout, examples)
+            except Exception as error:  # whatever tracing cannot do is a reason to run it as it is
+                words = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                raise Untraceable(f"it cannot be traced ({words})") from error
+            used = _without_unused(graph, len(inputs))
+            examples = [each for place, each in enumerate(examples) if place in used or place >= len(inputs)]
+            order = [place for place in range(len(inputs)) if place in used]
+            names = [name for place, name in enumerate(inputs) if place in used]
+            self.known[key] = (self.build(graph, examples), names, [order.index(place) for place in changed])
+            self.tell("", time.perf_counter() - begun)
+        function, names, changes = self.known[key]
+        return Step(function, [inputs[name] for name in names], changes, noises, list(me.sums), me)
+
+
+def _without_unused(graph: torch.fx.GraphModule, count: int) -> set[int]:
+    """Take inputs away that the step does not use, of the first `count`; those that stay."""
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"][:count]
+    for node in inputs:
+        if not node.users:
+            graph.graph.erase_node(node)
+    graph.recompile()
+    left = set(graph.graph.nodes)
+    return {place for place, node in enumerate(inputs) if node in left}
+
+
+def inductor(graph: torch.fx.GraphModule, examples: Sequence[Tensor]) -> Function:
+    """PyTorch's compiler, with every matrix product tuned."""
+    from torch._inductor import compile as build
+
+    with torch.no_grad():
+        function: Function = build(graph, list(examples), options=OPTIONS)
+    return function
+
+
+# --- what stands for what while a step is traced ---------------------------------------------------------------------
+
+
+def slots(me: Me) -> dict[Name, Place]:
+    """All that a loss may read or change, by where it is: the model and scratch."""
+    found = {("model", place[0]): place for place in places(me.model)}
+    for name, held in me.scratch.items():
+        if isinstance(held, Tensor):
+            found["scratch", name] = (name, me.scratch, name)
+        elif isinstance(held, nn.Module):
+            found |= {(f"scratch {name}", place[0]): place for place in places(held)}
+        else:
+            found |= {(f"scratch {name}", leaf): (leaf, held, leaf) for leaf in held}
+    return found
+
+
+def everything(me: Me) -> dict[Name, Tensor]:
+    """The tensors of `slots`, by name."""
+    return {name: held[leaf].detach() for name, (_, held, leaf) in slots(me).items()}
+
+
+@contextmanager
+def _swapped(slots: Sequence[Place], tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Within: these tensors are the model's and scratch's."""
+    before = [held[leaf] for _, held, leaf in slots]
+    try:
+        for (_, held, leaf), tensor in zip(slots, tensors, strict=True):
+            held[leaf] = tensor
+        yield
+    finally:
+        for (_, held, leaf), tensor in zip(slots, before, strict=True):
+            held[leaf] = tensor
+
+
+@contextmanager
+def _listening(me: Me, noise: dict[Any, Tensor], logs: dict[str, Tensor]) -> Iterator[None]:
+    """Within: noise is what is given, and what is logged is noted in `logs`."""
+    before = me.draw, me.log
+    me.draw = lambda name, *shape: noise[name, shape]
+    me.log = lambda name, value: me.log_into(logs, name, value)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        me.draw = before[0]
+        del me.log  # the instance's: the class's is there again
+
+
+class Rewritten(TorchFunctionMode):
+    """Within: convolutions of small batches are matrix products, and batch norm is written out."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.conv2d:
+            product = _conv2d(*args, **kwargs)
+            if product is not None:
+                return product
+        if func in RELUS and args[0].ndim == 4 and args[0].stride(1) == 1:
+            # As rows of a matrix, which is how a product before it comes: the compiler then makes one kernel of both.
+            x = args[0].permute(0, 2, 3, 1)
+            return x.reshape(-1, x.shape[-1]).relu().view(x.shape).permute(0, 3, 1, 2)
+        if func is functional.batch_norm:
+            return _batch_norm(*args, **kwargs)
+        if func in PRODUCTS and args[0].dtype == torch.float64 and args[0].ndim == args[1].ndim == 2:
+            return (args[0].unsqueeze(1) * args[1].T.unsqueeze(0)).sum(2)
+        return func(*args, **kwargs)
+
+
+def _conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor | None:
+    """A convolution as a matrix product; None where it is better left as it is."""
+    if isinstance(padding, str) or groups != 1 or {*_pair(stride), *_pair(dilation)} != {1}:
+        return None
+    (high, wide), kernel = _pair(padding), weight.shape[2:]
+    rows, columns = x.shape[2] + 2 * high - kernel[0] + 1, x.shape[3] + 2 * wide - kernel[1] + 1
+    if len(x) * rows * columns * weight[0].numel() > SMALL:
+        return None
+    bias = weight.new_zeros(len(weight)) if bias is None else bias
+    product: Tensor = Product.apply(x, weight, bias, (high, wide))  # type: ignore[no-untyped-call]
+    return product
+
+
+class Product(torch.autograd.Function):
+    """Unfold, multiply; and back without a scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, padding: tuple[int, int]) -> Tensor:
+        out, _, high, wide = weight.shape
+        padded = functional.pad(x, (padding[1], padding[1], padding[0], padding[0])) if any(padding) else x
+        windows = padded.unfold(2, high, 1).unfold(3, wide, 1)  # [batch, channels, rows, columns, high, wide]
+        n, c, rows, columns = windows.shape[:4]
+        unfolded = windows.permute(0, 2, 3, 1, 4, 5).reshape(n * rows * columns, c * high * wide)
+        ctx.save_for_backward(unfolded, weight)
+        ctx.padding, ctx.shape = padding, x.shape
+        product = torch.addmm(bias, unfolded, weight.reshape(out, -1).T)
+        return product.view(n, rows, columns, out).permute(0, 3, 1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        unfolded, weight = ctx.saved_tensors
+        out, c, high, wide = weight.shape
+        n, _, rows, columns = grads[0].shape
+        grad = grads[0].permute(0, 2, 3, 1).reshape(n * rows * columns, out)
+        of_weight = (grad.T @ unfolded).view_as(weight) if ctx.needs_input_grad[1] else None
+        of_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            # Each pixel takes part in high x wide windows: the sum over them, each shifted to its place.
+            parts = (grad @ weight.reshape(out, -1)).view(n, rows, columns, c, high, wide).permute(4, 5, 0, 3, 1, 2)
+            shifted = [
+                functional.pad(parts[i, j], (j, wide - 1 - j, i, high - 1 - i))
+                for i in range(high)
+                for j in range(wide)
+            ]
+            of_x = sum(shifted[1:], shifted[0])
+            (top, left), (_, _, height, width) = ctx.padding, ctx.shape
+            of_x = of_x[:, :, top : top + height, left : left + width]
+        return of_x, of_weight, of_bias, None
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (value[0], value[-1])
+
+
+def _batch_norm(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Batch norm by its definition."""
+    over = [0, *range(2, x.ndim)]
+    shape = [1, -1] + [1] * (x.ndim - 2)
+    if training:
+        var, mean = torch.var_mean(x, over, correction=0)
+        if running_mean is not None and running_var is not None:
+            count = x.numel() / x.shape[1]
+            with torch.no_grad():
+                running_mean.mul_(1 - momentum).add_(mean.detach(), alpha=momentum)
+                running_var.mul_(1 - momentum).add_(var.detach(), alpha=momentum * count / (count - 1))
+    else:
+        assert running_mean is not None
+        assert running_var is not None
+        mean, var = running_mean, running_var
+    scale = (var + eps).rsqrt() * (1.0 if weight is None else weight)
+    shift = (0.0 if bias is None else bias) - mean * scale
+    return x * scale.view(shape) + shift.view(shape)
+
+
+# --- the update ------------------------------------------------------------------------------------------------------
+
+
+def _clipped(grads: Sequence[Tensor | None], most: float | None) -> list[Tensor | None]:
+    """As `clip_grad_norm_`."""
+    if most is None:
+        return list(grads)
+    norm = torch.stack([g.square().sum() for g in grads if g is not None]).sum().sqrt()
+    return [None if g is None else g * (most / (norm + 1e-6)).clamp(max=1.0) for g in grads]
+
+
+def _updated(
+    settings: OptimizerConfig, parameter: Tensor, grad: Tensor, state: list[Tensor], rate: Tensor
+) -> list[Tensor]:
+    """A parameter and its optimiser state after a step of SGD or Adam, as PyTorch's."""
+    if settings.weight_decay:
+        grad = grad + settings.weight_decay * parameter
+    if settings.name == "adam":
+        step, first, second = state
+        step, first = step + 1, first.lerp(grad, 1 - BETAS[0])
+        second = BETAS[1] * second + (1 - BETAS[1]) * grad.square()
+        size = (second / (1 - BETAS[1] ** step)).sqrt() + EPSILON
+        return [parameter - rate * (first / (1 - BETAS[0] ** step)) / size, step, first, second]
+    if settings.momentum:
+        moved = settings.momentum * state[0] + grad
+        return [parameter - rate * moved, moved]
+    return [parameter - rate * grad]
+
+
+def settle(asked: bool | str, rounds: int, device: torch.device) -> bool:
+    """Is the step compiled? `auto`: on a GPU with Triton, in runs that are long enough to pay for it."""
+    triton = importlib.util.find_spec("triton") is not None
+    if asked == "auto":
+        return device.type == "cuda" and triton and rounds >= LONG
+    if asked and device.type != "cuda":
+        raise ConfigError("run.compile is true, which is for a GPU, and this is a CPU; set it to false or auto.")
+    if asked and not triton:
+        raise ConfigError("run.compile is true, which needs Triton (`pip install triton`); set it to false or auto.")
+    return bool(asked)

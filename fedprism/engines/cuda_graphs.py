@@ -1,0 +1,355 @@
+"""The fast engine for one GPU: slots on streams of their own, whose training steps are recorded once and replayed.
+
+A slot is a model of one architecture with its optimiser, scratch and recordings at fixed places. A client's state is
+copied into a free slot, its steps are replayed, and its state is copied out; many slots at once keep the GPU busy. So
+memory grows with slots, not with clients, and nothing waits for the GPU within a round: all numbers are read at its
+end. The bits are those of `inprocess` on the same GPU, whatever the number of slots.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+
+from fedprism.config import Config
+from fedprism.engines.client import (
+    Failure,
+    Job,
+    Result,
+    Scores,
+    launch_evaluate,
+    launch_receive,
+    launch_round,
+    open_slot,
+)
+from fedprism.engines.compiled import Compiler
+from fedprism.engines.evaluate import Launched
+from fedprism.engines.inprocess import ENGINES, Request
+from fedprism.engines.replay import Recorder, Replay, again
+from fedprism.engines.wire import size
+from fedprism.errors import ConfigError
+from fedprism.federation import ClientData, Federation
+from fedprism.methods.base import Info, Me, Method, State
+from fedprism.models import Arch
+
+T = TypeVar("T")
+log = logging.getLogger("fedprism")
+
+NAME = "cuda-graphs"
+
+MOST_SLOTS = 24  # more gave nothing on the GPU that was measured
+PROBED = (1, 2, 4, 8, 12, 16, 20)  # numbers of slots that are tried, beside all
+SHARE = 0.4  # of the memory that is free at the start: for clients' data; and as much again for their states
+
+
+# Streams share hardware queues, eight by default: with more of them more slots run at once. Read when CUDA starts.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+
+class Graphs:
+    """Records a function as a CUDA graph on the current stream; its memory is the slot's own."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self.pool, self.seconds = torch.cuda.graph_pool_handle(), seconds
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+        graph, begun = torch.cuda.CUDAGraph(), time.perf_counter()
+        collecting = gc.isenabled()
+        gc.disable()  # a graph that is freed while another is recorded would spoil it
+        torch.cuda.current_stream().synchronize()
+        try:
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        finally:
+            if collecting:
+                gc.enable()
+            self.seconds["capture_seconds"] += time.perf_counter() - begun
+        return Graph(graph, work)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A recording, and the function that it is of: what that holds must live as long, since a graph reads addresses."""
+
+    graph: torch.cuda.CUDAGraph
+    of: Callable[[], None]
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
+@dataclass
+class Slot:
+    """One place at which clients are trained, with a model of each architecture that came by."""
+
+    stream: Any  # torch.cuda.Stream
+    recorder: Recorder
+    here: dict[Arch, Me] = field(default_factory=dict)
+
+
+@ENGINES.register(NAME)
+class CudaGraphs:
+    """many clients at once on one GPU: training steps are recorded once and replayed"""
+
+    name = NAME
+
+    def __init__(
+        self, method: Method, config: Config, info: Info, federation: Federation, device: torch.device
+    ) -> None:
+        self.method, self.config, self.info, self.device = method, config, info, device
+        self.clients, self.public = federation.clients, federation.public.to(device)
+        self.tell: Callable[[int, int], None] = lambda done, of: None
+        self.say: Callable[[str], None] = lambda text: None
+        self.cuda = device.type == "cuda"
+        self.slots: list[Slot] = []
+        self.most = MOST_SLOTS if config.run.slots == "auto" else config.run.slots
+        self.trained = 0  # calls of `train` so far
+        self.seconds = {"capture_seconds": 0.0, "compile_seconds": 0.0}
+        self.reasons: dict[str, str] = {}  # passes that are not recorded, and why
+        self.compiler = Compiler(device, self._compiling) if config.run.compile is True else None
+        free = torch.cuda.mem_get_info(device)[0] if self.cuda else 2**62
+        self.room = int(SHARE * free)
+        self.data = OnDevice(federation, device, self.room)
+
+    def train(self, round: int, requests: Mapping[str, Request]) -> dict[str, Result | Failure]:
+        if self.trained == 1 and self.config.run.slots == "auto":
+            self.most = self._probe()
+            del self.slots[self.most :]
+        answers = self._all(launch_round, round, requests)
+        self.trained += 1
+        return self._parked(answers)
+
+    def evaluate(self, round: int, requests: Mapping[str, Request]) -> dict[str, Scores | Failure]:
+        answers: dict[str, Scores] = self._all(launch_evaluate, round, requests)
+        return dict(answers)
+
+    def receive(self, round: int, requests: Mapping[str, Request]) -> dict[str, State | Failure]:
+        answers: dict[str, State] = self._all(launch_receive, round, requests)
+        return dict(answers)
+
+    def close(self) -> None:
+        """Let go of slots, recordings and data."""
+        self.slots.clear()
+        self.data.clear()
+
+    def _all(
+        self,
+        launch: Callable[[Job, State | None, State, Me | None], Launched[T]],
+        round: int,
+        requests: Mapping[str, Request],
+    ) -> dict[str, T]:
+        """Launch every client in a slot, largest first, each where there is least to do; read all answers together."""
+        launched: dict[str, Launched[T]] = {}
+        self.data.fetch(requests)
+        while len(self.slots) < min(self.most, len(requests)):
+            self.slots.append(self._open())
+        self._begin()
+        loads = [0] * len(self.slots)
+        waiting = sorted(requests, key=lambda name: -len(self.clients[name].train))
+        while waiting:
+            client = waiting[0]
+            place = min(range(len(self.slots)), key=loads.__getitem__)
+            job = Job(self.method, self.config, self.info, self.data[client], round, self.device, self.public)
+            try:
+                with self._on(self.slots[place]):
+                    request = requests[client]
+                    launched[client] = launch(job, request.state, request.down, self._me(self.slots[place], job))
+            except torch.OutOfMemoryError as error:
+                self._fewer(error)
+                continue
+            loads[place] += len(self.clients[client].train)
+            waiting.pop(0)
+            if len(launched) == 1 and len(self.slots[place].here) == 1:
+                self._fit_memory()
+            self.tell(len(launched), len(requests))
+        self._join()
+        return read_all({client: launched[client] for client in requests})
+
+    def _open(self) -> Slot:
+        stream: Any = torch.cuda.Stream
+        return Slot(stream(self.device), Graphs(self.seconds)) if self.cuda else Slot(None, again)
+
+    def _me(self, slot: Slot, job: Job) -> Me:
+        arch = self.info.arch_of(job.data.name)
+        if arch not in slot.here:
+            me = open_slot(job)
+            me.replay = Replay(me, self.device, slot.recorder, self._not_recorded, self.compiler)
+            slot.here[arch] = me
+        return slot.here[arch]
+
+    def _not_recorded(self, name: str, why: str) -> None:
+        if name not in self.reasons:
+            self.reasons[name] = why
+            log.warning("%s: %s runs step by step on the GPU, not recorded: %s.", self.method.id, name, why)
+
+    def _compiling(self, text: str, seconds: float | None) -> None:
+        self.say(text)
+        self.seconds["compile_seconds"] += seconds or 0.0
+
+    # --- memory ------------------------------------------------------------------------------------------------------
+
+    def _fit_memory(self) -> None:
+        """Once a slot is in use: no more of them than there is room for."""
+        if not self.cuda or self.trained or self.config.run.slots != "auto":
+            return
+        torch.cuda.synchronize(self.device)
+        one = max(1, torch.cuda.memory_allocated(self.device) - self.data.bytes)
+        free = torch.cuda.mem_get_info(self.device)[0]
+        self.most = max(1, min(self.most, 1 + int(0.8 * free / one)))
+        del self.slots[self.most :]
+
+    def _fewer(self, error: torch.OutOfMemoryError) -> None:
+        """Out of memory: half the slots; what they have launched is complete, and the client is tried again."""
+        if len(self.slots) < 2:
+            raise ConfigError(
+                f"the GPU's memory does not hold one client ({str(error).splitlines()[0]}); take a smaller train.batch "
+                "or model, or set run.device: cpu."
+            ) from error
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+        self.most = len(self.slots) // 2
+        del self.slots[self.most :]
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
+        warnings.warn(f"out of GPU memory: going on with {self.most} slots instead of more.", stacklevel=3)
+
+    def _parked(self, answers: dict[str, Result | Failure]) -> dict[str, Result | Failure]:
+        """States in pinned memory of the host where those of all clients do not fit on the device."""
+        one = max((size(a.state) for a in answers.values() if isinstance(a, Result)), default=0)
+        if one * len(self.info.clients) <= self.room:
+            return answers
+        parked = {
+            c: replace(a, state=self._pinned(a.state)) if isinstance(a, Result) else a for c, a in answers.items()
+        }
+        if self.cuda:
+            torch.cuda.current_stream(self.device).synchronize()
+        return parked
+
+    def _pinned(self, state: State) -> State:
+        host = {n: torch.empty_like(t, device="cpu", pin_memory=self.cuda) for n, t in state.items()}
+        for name, tensor in host.items():
+            tensor.copy_(state[name], non_blocking=True)
+        return host
+
+    # --- streams: every slot starts after what came before, and what comes after waits for all of them ---------------
+
+    def _begin(self) -> None:
+        for slot in self.slots if self.cuda else ():
+            slot.stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def _join(self) -> None:
+        for slot in self.slots if self.cuda else ():
+            torch.cuda.current_stream(self.device).wait_stream(slot.stream)
+
+    def _on(self, slot: Slot) -> Any:
+        return torch.cuda.stream(slot.stream) if self.cuda else nullcontext()
+
+    # --- measured ----------------------------------------------------------------------------------------------------
+
+    def _probe(self) -> int:
+        """How many slots are fastest: the fewest that are within three percent of the best, by replaying recordings."""
+        plays = []
+        for slot in self.slots:
+            longest = [found for me in slot.here.values() for found in me.replay.longest().values()]
+            if longest:
+                plays.append((slot, max(longest, key=lambda found: found[0])))
+        counts = sorted({*(n for n in PROBED if n < len(plays)), len(plays)} - {0})
+        if len(counts) < 2:
+            return self.most
+        speeds = {n: self._speed(plays[:n]) for n in counts}
+        return next(n for n in counts if speeds[n] >= 0.97 * max(speeds.values()))
+
+    def _speed(self, plays: list[tuple[Slot, tuple[int, Callable[[], None]]]]) -> float:
+        """Steps a second of recordings that are replayed at once; what they do to the slots is forgotten."""
+        for turn in range(2):  # the first to warm up
+            self._wait()
+            begun = time.perf_counter()
+            for _ in range(1 + 2 * turn):
+                for slot, (_, play) in plays:
+                    with self._on(slot):
+                        play()
+            self._wait()
+        return 3 * sum(steps for _, (steps, _) in plays) / (time.perf_counter() - begun)
+
+    def _wait(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+
+    def facts(self) -> dict[str, Any]:
+        """How it ran, for those who measure."""
+        kernels = self._kernels() if self.cuda else {}
+        captured = dict.fromkeys(kernels, True) | self.reasons
+        return {"slots": len(self.slots), "captured": captured, "kernels_per_step": kernels, **self.seconds}
+
+    def _kernels(self) -> dict[str, float]:
+        """Kernels a step of each recorded pass, counted while its recording is replayed."""
+        counted: dict[str, float] = {}
+        for slot in self.slots[:1]:
+            for me in slot.here.values():
+                for name, (steps, play) in me.replay.longest().items():
+                    self._wait()
+                    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+                        with self._on(slot):
+                            play()
+                        self._wait()
+                    found = (each.count for each in seen.key_averages() if not each.key.startswith("cuda"))
+                    counted[name] = sum(found) / steps
+        return counted
+
+
+def read_all(launched: Mapping[str, Launched[T]]) -> dict[str, T]:
+    """All answers, with one wait for the device."""
+    if not launched:
+        return {}
+    lengths = [len(each.figures) for each in launched.values()]
+    values = torch.cat([each.figures for each in launched.values()]).tolist()
+    answers, begin = {}, 0
+    for (client, each), length in zip(launched.items(), lengths, strict=True):
+        answers[client] = each.read(values[begin : begin + length])
+        begin += length
+    return answers
+
+
+class OnDevice:
+    """Clients' data on the device, as stored (uint8): all of it where it fits, else that of the last clients."""
+
+    def __init__(self, federation: Federation, device: torch.device, room: int) -> None:
+        self.clients, self.device, self.room = federation.clients, device, room
+        self.held: dict[str, ClientData] = {}
+        self.bytes = 0
+
+    def __getitem__(self, client: str) -> ClientData:
+        return self.held[client]
+
+    def fetch(self, wanted: Collection[str]) -> None:
+        """Before a round: what it needs comes, and what it does not need goes where there is too much."""
+        for client in wanted:
+            if client not in self.held:
+                self.held[client] = self.clients[client].to(self.device)
+                self.bytes += _bytes(self.held[client])
+        for client in [name for name in self.held if name not in wanted]:
+            if self.bytes <= self.room:
+                return
+            self.bytes -= _bytes(self.held.pop(client))
+
+    def clear(self) -> None:
+        self.held.clear()
+        self.bytes = 0
+
+
+def _bytes(data: ClientData) -> int:
+    sizes = ((len(split), split.kind) for split in (data.train, data.validation, data.test))
+    return sum(count * (torch.Size(shape).numel() * dtype.itemsize + 8) for count, (dtype, shape) in sizes)

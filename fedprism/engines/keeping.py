@@ -1,0 +1,195 @@
+"""What clients keep between rounds: in memory, or a file each, so that memory does not grow with their number.
+
+Both are mappings from a client to its state (None: it has none yet). On disk a state is a safetensors file that is
+never changed: a new state is a new file, and the old one goes when neither the run nor a snapshot names it any more,
+just as a tensor does. Reading one maps it: its tensors are read when they are used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from fedprism import atomic
+from fedprism.engines.wire import serialise
+from fedprism.errors import FedprismError
+from fedprism.methods.base import State
+
+AT_ONCE = 64 * 2**20  # bytes of states on disk that are used at a time
+FEWEST = 16  # clients that are run at a time, however large: engines run several side by side
+
+
+@dataclass(frozen=True, eq=False)
+class File:
+    """One client's state on disk. It is never changed."""
+
+    path: Path
+    sha256: str
+
+    def read(self) -> State:
+        """The state, mapped: what is written to its tensors does not reach the file."""
+        try:
+            with safe_open(self.path, "pt") as file:
+                return {name: file.get_tensor(name) for name in json.loads(file.metadata()["order"])}
+        except FileNotFoundError:
+            raise FedprismError(
+                f"{self.path} is gone: with clients.state: disk, states on a snapshot can be read while its run goes "
+                "on, and those of a checkpoint until another one has replaced it. Load the run again."
+            ) from None
+
+
+class Files(Mapping[str, State | None]):
+    """States on disk by client; one is mapped whenever it is asked for."""
+
+    def __init__(self, files: Mapping[str, File | None]) -> None:
+        self.files = dict(files)
+
+    def __getitem__(self, client: str) -> State | None:
+        file = self.files[client]
+        return None if file is None else file.read()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+
+class InMemory(dict[str, State | None]):
+    """States in memory, on the run's device."""
+
+    def open(self, folder: Path | None) -> None:
+        """Nothing is written."""
+
+    def restore(self, states: Mapping[str, State | None]) -> None:
+        """Go on from a snapshot's states."""
+        self.clear()
+        self.update(states)
+
+    def frozen(self) -> Mapping[str, State | None]:
+        """The states as they are now, whatever is set later."""
+        return dict(self)
+
+    def parts(self, clients: Sequence[str]) -> Iterator[Sequence[str]]:
+        """Clients whose states may be in use together: all of them."""
+        yield clients
+
+    def close(self) -> None:
+        """Nothing is left behind."""
+
+
+class OnDisk(Files):
+    """States in files of one folder, which is there from `open` to `close`."""
+
+    def __init__(self, clients: Sequence[str], device: torch.device, at_once: int) -> None:
+        super().__init__(dict.fromkeys(clients))
+        self._device, self._at_once = device, at_once
+        self._folder: Path | None = None
+        self._temporary: weakref.finalize[..., object] | None = None
+        self._there: set[Path] = set()
+        self._written = 0
+
+    def open(self, folder: Path | None) -> None:
+        """Begin with an empty folder: this one, whose leftovers of a killed run go, or a temporary one."""
+        self.close()
+        if folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="fedprism-states-"))
+            self._temporary = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        else:
+            with atomic.reporting(str(folder), "Make room there, or choose another --out."):
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+            self._folder = folder
+
+    def __getitem__(self, client: str) -> State | None:
+        state = super().__getitem__(client)
+        if state is None or self._device.type == "cpu":
+            return state
+        return {name: tensor.to(self._device) for name, tensor in state.items()}
+
+    def __setitem__(self, client: str, state: State) -> None:
+        """Write a state, unless it is what the client has already."""
+        data = serialise(state)
+        checksum, old = hashlib.sha256(data).hexdigest(), self.files[client]
+        if old is not None and old.sha256 == checksum:
+            return
+        if self._folder is None:
+            self.open(None)
+        assert self._folder is not None
+        self._written += 1
+        path = self._folder / f"{self._written:08d}.safetensors"
+        with atomic.reporting(f"the state of {client!r} in {path}", "Make room there, then run `fedprism resume`."):
+            atomic.write(path, data, sync=False, lasting=False)
+        file = self.files[client] = File(path, checksum)
+        self._there.add(path)
+        weakref.finalize(file, _remove, path, self._there).atexit = False
+
+    def restore(self, states: Mapping[str, State | None]) -> None:
+        """Go on from a snapshot's states; where these are files, none is read."""
+        if isinstance(states, Files):
+            self.files = dict(states.files)
+            return
+        self.files = dict.fromkeys(states)
+        for client, state in states.items():
+            if state is not None:
+                self[client] = state
+
+    def frozen(self) -> Mapping[str, State | None]:
+        """The states as they are now; their files stay as long as somebody has this."""
+        return Files(self.files)
+
+    def parts(self, clients: Sequence[str]) -> Iterator[Sequence[str]]:
+        """Clients whose states may be in use together: so many that memory stays bounded."""
+        for start in range(0, max(1, len(clients)), self._at_once):
+            yield clients[start : start + self._at_once]
+            _give_back()
+
+    def close(self) -> None:
+        """Remove the folder and all that is in it."""
+        self._there.clear()  # from here on a file of the same name is another run's
+        if self._temporary is not None:
+            self._temporary()
+        elif self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder = self._temporary = None
+
+
+Kept = InMemory | OnDisk
+
+
+def at_once(largest: int) -> int:
+    """How many clients whose states have up to so many bytes are run at a time.
+
+    >>> at_once(200_000), at_once(40_000_000)
+    (335, 16)
+    """
+    return max(FEWEST, AT_ONCE // max(1, largest))
+
+
+def _give_back() -> None:
+    """Let the C library return what is free to the system: small uploads between large states keep it from doing so."""
+    if _trim is not None:
+        _trim(0)
+
+
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None  # glibc has it
+
+
+def _remove(path: Path, there: set[Path]) -> None:
+    """A file that nothing names any more."""
+    if path in there:
+        there.discard(path)
+        with suppress(OSError):  # where a file that is mapped cannot go, it goes with its folder
+            path.unlink()

@@ -1,0 +1,347 @@
+"""Clients on all cores of one machine: a pool of worker processes, each with its own slots and one thread a client.
+
+A worker is a fresh Python process that imports fedprism and not the program that started it, so a script needs no
+`if __name__ == "__main__"`. What it computes is `client_round` of the same inputs, so the bits are those of
+`inprocess`, whoever trains whom.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import warnings
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from fedprism.config import Config, plain
+from fedprism.data.images import CHANGES
+from fedprism.engines.client import Failure, Result, Scores
+from fedprism.engines.inprocess import ENGINES, Request
+from fedprism.engines.passes import SCHEDULES
+from fedprism.engines.wire import size
+from fedprism.engines.worker import AHEAD, Answer, Box, Hello, Task, Wrong, pack
+from fedprism.errors import ConfigError, FedprismError
+from fedprism.federation import Federation
+from fedprism.methods import METHODS, named
+from fedprism.methods.base import Info, Method, State
+from fedprism.models import MODELS, Arch
+
+KEPT = 2**29  # bytes of clients' data that all workers together keep; what goes beyond is sent every time
+DEATHS = 3  # of workers at one client, after which the client is to blame
+POLITE = 5.0  # seconds in which an idle worker may end by itself
+LOOK = 1.0  # seconds between two looks at whether a silent worker still lives
+
+Pool = list["Hand"]
+
+
+@ENGINES.register("processes")
+class Processes:
+    """clients on all cores of a CPU at once, in worker processes: the same bits as inprocess"""
+
+    name = "processes"
+
+    def __init__(
+        self, method: Method, config: Config, info: Info, federation: Federation, device: torch.device
+    ) -> None:
+        if device.type != "cpu":
+            raise ConfigError(f"run.engine is processes, which is for a CPU, and the device is {device}; {ON_CPU}")
+        hindrance = why_not(method)
+        if hindrance is not None:
+            raise ConfigError(f"run.engine is processes, but {hindrance}, or set run.engine: inprocess.")
+        self.config, self.info, self.clients = config, info, federation.clients
+        self.hello, self.public = _hello(method, config, info), federation.public
+        self.workers = workers(config)
+        self.pace: dict[Arch, float] = {}  # seconds an image, as last seen
+        self.pool: Pool = []
+        self.tell: Callable[[int, int], None] = lambda done, of: None
+        self.say: Callable[[str], None] = lambda text: None
+        weakref.finalize(self, _end, self.pool, os.getpid())
+
+    def train(self, round: int, requests: Mapping[str, Request]) -> dict[str, Result | Failure]:
+        return self._each("train", round, requests)
+
+    def evaluate(self, round: int, requests: Mapping[str, Request]) -> dict[str, Scores | Failure]:
+        return self._each("evaluate", round, requests)
+
+    def receive(self, round: int, requests: Mapping[str, Request]) -> dict[str, State | Failure]:
+        return self._each("receive", round, requests)
+
+    def close(self) -> None:
+        """End all workers; a further request would start new ones."""
+        _end(self.pool, os.getpid())
+
+    def _each(self, kind: str, round: int, requests: Mapping[str, Request]) -> dict[str, Any]:
+        try:
+            answers = self._deal(kind, round, requests)
+        except BaseException:  # Ctrl-C, too: nobody would read what the workers are still at
+            self.close()
+            raise
+        return {client: answers[client] for client in requests}
+
+    def _deal(self, kind: str, round: int, requests: Mapping[str, Request]) -> dict[str, Any]:
+        """Clients to workers, the largest first, each to whoever is free; an answer a client."""
+        queue = deque(sorted(requests, key=self._cost, reverse=True))
+        deaths: Counter[str | None] = Counter()
+        answers: dict[str, Any] = {}
+        while len(self.pool) < min(self.workers, len(requests)):
+            self.pool.append(self._start())
+        while len(answers) < len(requests):
+            for hand in self.pool:
+                if queue and not hand.under_way:
+                    self._give(hand, kind, round, queue.popleft(), requests)
+            # The next client is there before the last answer is read; but the last ones wait for who is free first.
+            for hand in self.pool:
+                if len(queue) >= len(self.pool) and len(hand.under_way) < AHEAD:
+                    self._give(hand, kind, round, queue.popleft(), requests)
+            for hand in self._heard():
+                client = hand.under_way[0]
+                try:
+                    answer, states = hand.answer()
+                except (EOFError, OSError):
+                    queue.extendleft(each for each in reversed(hand.under_way) if each is not None)
+                    deaths[client] += 1
+                    self._replace(hand, client, deaths[client])
+                    continue
+                if isinstance(answer, Wrong):
+                    raise _raised(answer, client)
+                if client is not None:
+                    self.pace[self.info.arch_of(client)] = answer.seconds / len(self.clients[client].train)
+                    answers[client] = _joined(answer, states)
+                    self.tell(len(answers), len(requests))
+        return answers
+
+    def _cost(self, client: str) -> float:
+        """Seconds, roughly; clients of an architecture that was not seen yet come first."""
+        return len(self.clients[client].train) * self.pace.get(self.info.arch_of(client), 1.0)
+
+    def _give(self, hand: Hand, kind: str, round: int, client: str, requests: Mapping[str, Request]) -> None:
+        data, request, images, keep = self.clients[client], requests[client], None, False
+        if client not in hand.keeps:
+            images = pack(data)
+            keep = hand.kept + size(images) <= KEPT // self.workers
+            if keep:
+                hand.keeps.add(client)
+                hand.kept += size(images)
+        hand.give(client, Task(kind, round, client, data.domain, keep), [request.down, request.state, images])
+
+    def _heard(self) -> list[Hand]:
+        """Those that have answered, or are dead."""
+        busy = {hand.connection: hand for hand in self.pool if hand.under_way}
+        while True:
+            ready = [busy[each] for each in wait(list(busy), LOOK) if isinstance(each, Connection)]
+            # A process that a dead worker has left behind may hold the connection open.
+            ready = ready or [hand for hand in busy.values() if hand.process.poll() is not None]
+            if ready:
+                return ready
+
+    def _start(self) -> Hand:
+        hand = Hand()
+        self._greet(hand)
+        return hand
+
+    def _greet(self, hand: Hand) -> None:
+        """Tell a worker what the run is; it forgets what it knew."""
+        hand.keeps, hand.kept = set(), 0
+        hand.give(None, self.hello, [{"x": self.public.x, "y": self.public.y}])
+
+    def _replace(self, hand: Hand, client: str | None, deaths: int) -> None:
+        """Another worker in the place of a dead one, unless the same client has cost too many."""
+        code = hand.end(at_once=True)
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        if code == -signal.SIGKILL:
+            how += ", as a system without memory left does"
+        at = f"at client {client!r}" if client is not None else "while it started"
+        if deaths >= DEATHS:
+            raise FedprismError(
+                f"{deaths} worker processes have died {at}, the last {how}. What they said is above, if anything; "
+                "run.engine: inprocess shows it in one process, and fewer run.workers need less memory."
+            )
+        warnings.warn(
+            f"worker process {hand.process.pid} {how} {at}; another one does it again, to the same bits.", stacklevel=2
+        )
+        self.pool[self.pool.index(hand)] = self._start()
+
+
+class Hand:
+    """The parent's end of a worker: its process, the boxes between the two, and what it was given."""
+
+    def __init__(self) -> None:
+        here, there = socket.socketpair()
+        self.inboxes, self.outboxes = [Box() for _ in range(AHEAD)], [Box() for _ in range(AHEAD)]
+        files = [[box.file for box in boxes] for boxes in (self.inboxes, self.outboxes)]
+        program = f"import sys; sys.path[:] = {[str(path) for path in sys.path]!r}; "
+        program += "from fedprism.engines.worker import work; "
+        program += f"work({there.fileno()}, {files[0]}, {files[1]}, {os.getpid()})"
+        with there:
+            self.process = _process(program, (there.fileno(), *files[0], *files[1]))
+        self.connection = Connection(here.detach())
+        self.under_way: deque[str | None] = deque()  # clients, in the order of work; None: it is starting
+        self.given = self.answered = 0
+        self.keeps: set[str] = set()  # clients whose data it has, in all so many bytes:
+        self.kept = 0
+
+    def give(self, client: str | None, note: object, states: list[State | None]) -> None:
+        """One more to do. Whether the worker still lives is seen when its answer is awaited."""
+        self.under_way.append(client)
+        ticket = self.inboxes[self.given % AHEAD].put(note, states)
+        self.given += 1
+        with suppress(OSError):
+            self.connection.send_bytes(ticket)
+
+    def answer(self) -> tuple[Any, list[State]]:
+        """The next answer, in memory of this process's own."""
+        if not self.connection.poll() and self.process.poll() is not None:
+            raise EOFError
+        note, states = self.outboxes[self.answered % AHEAD].get(self.connection.recv_bytes())
+        self.answered += 1
+        self.under_way.popleft()
+        return note, [{name: tensor.clone() for name, tensor in state.items()} for state in states]
+
+    def end(self, at_once: bool) -> int:
+        """No process, no connection and no memory is left; the exit code."""
+        self.connection.close()
+        if at_once:
+            self.process.kill()
+        try:
+            code = self.process.wait(POLITE)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
+        while self.inboxes:  # once: the numbers of closed files are given to others
+            self.inboxes.pop().close()
+            self.outboxes.pop().close()
+        return code
+
+
+def _process(program: str, files: tuple[int, ...]) -> subprocess.Popen[bytes]:
+    """A Python process that Ctrl-C does not reach, not even before its first line."""
+    few = dict.fromkeys(
+        ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
+    )  # until it sets run.threads
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a child has its parent's mask
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-u", "-c", program], stdin=subprocess.DEVNULL, pass_fds=files, env={**few, **os.environ}
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end(pool: Pool, owner: int) -> None:
+    """End all workers: those at work at once. A fork of the process that started them leaves them alone."""
+    if os.getpid() == owner:
+        idle = not any(hand.under_way for hand in pool)
+        for hand in pool:
+            hand.connection.close()  # all of them, before the first is waited for
+        while pool:
+            pool.pop().end(at_once=not idle)
+
+
+def _joined(answer: Answer, states: list[State]) -> Any:
+    """An answer with the states that came beside it."""
+    if isinstance(answer.value, Result):
+        state, upload = states
+        return replace(answer.value, state=state, upload=upload)
+    return states[0] if states else answer.value
+
+
+def _raised(wrong: Wrong, client: str | None) -> Exception:
+    """A worker's exception, with its traceback as a note."""
+    error: Exception = FedprismError(wrong.words)
+    if wrong.error is not None:
+        with suppress(Exception):  # an exception of a user's own that cannot be made again
+            error = pickle.loads(wrong.error)  # noqa: S301 - from a child of one's own
+    at = f"at client {client!r}" if client is not None else "while it started"
+    error.add_note(f"In a worker process, {at}:\n{wrong.text.rstrip()}")
+    return error
+
+
+def workers(config: Config) -> int:
+    """How many: as many as asked for, or one for each core that this process may use."""
+    asked = config.run.workers
+    return asked if isinstance(asked, int) else max(1, cores() // config.run.threads)
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# --- what a worker must import ---------------------------------------------------------------------------------------
+
+ON_CPU = "set run.device: cpu, or run.engine: auto."
+
+
+def why_not(method: Method) -> str | None:
+    """What keeps a method from worker processes and what to do about it; None: nothing."""
+    if os.name != "posix" or not sys.executable:
+        return "worker processes need Linux or macOS; set run.engine: auto"
+    cls = type(method)
+    name, module = cls.__qualname__, sys.modules.get(cls.__module__)
+    if getattr(module, name, None) is not cls:
+        return f"the method {name} was made in a function, where a worker cannot import it; put it into a file"
+    if "__main__" not in _homes(method):
+        return None
+    main = sys.modules["__main__"]
+    what = f"the method {name}" if cls.__module__ == "__main__" else "a model or the like that the run may need"
+    file = getattr(main, "__file__", None)
+    if file is None or not Path(file).is_file():
+        return f"{what} was written in a Python session, where a worker cannot import it; put it into a file"
+    if not _guarded(main):
+        return (
+            f"{what} is defined in {file}, and a worker that imports it there would run all of that file, training "
+            'included; put what is no definition below `if __name__ == "__main__":`, or the method into another file'
+        )
+    return None
+
+
+def _hello(method: Method, config: Config, info: Info) -> Hello:
+    homes, main = _homes(method), sys.modules["__main__"]
+    begun: dict[str, str] = {}
+    if "__main__" in homes:
+        spec = getattr(main, "__spec__", None)
+        file = str(Path(getattr(main, "__file__", "")).resolve())
+        begun = {"init_main_from_path": file} if spec is None else {"init_main_from_name": spec.name}
+    cls, asked = type(method), named(method).name
+    return Hello(
+        main=begun,
+        modules=tuple(sorted(home for home in homes - {"__main__"} if not _from_file(home))),
+        file=asked if _from_file(cls.__module__) else None,
+        method=(cls.__module__, cls.__qualname__),
+        settings=plain(method),
+        config=config,
+        info=info,
+        dtype=torch.get_default_dtype(),
+    )
+
+
+def _homes(method: Method) -> set[str]:
+    """The modules outside fedprism that define the method, or have filed something that a run may name."""
+    filed = [type(method)] + [kind for table in (METHODS, MODELS, CHANGES, SCHEDULES) for _, kind in table.items()]
+    return {kind.__module__ for kind in filed if kind.__module__.partition(".")[0] != "fedprism"}
+
+
+def _from_file(module: str) -> bool:
+    """Was this module made of path/to/file.py:CLASS?"""
+    return module.startswith("fedprism_method_")
+
+
+def _guarded(main: ModuleType) -> bool:
+    """Does a program say what is not to be done when it is imported?"""
+    tree = ast.parse(Path(str(main.__file__)).read_bytes())
+    tests = [node.test for node in tree.body if isinstance(node, ast.If)]
+    return any(isinstance(part, ast.Name) and part.id == "__name__" for test in tests for part in ast.walk(test))

@@ -1,0 +1,463 @@
+"""Steps that are recorded once and replayed: what makes a slot of the `cuda-graphs` engine fast.
+
+A recording is made of one stretch of steps of a pass (or of one batch of an evaluation) with fixed places for the
+batches, the noise and the counts. To run it, those places are filled and the recording is replayed: one launch for up
+to `STEPS` steps instead of hundreds. A pass that cannot be recorded runs step by step, and says why once.
+
+What records is a `Recorder`: CUDA graphs on a GPU. On a CPU it calls the recorded function again, so that all else
+here is tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import types
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fedprism.config import Config
+from fedprism.engines.compiled import Compiler, Step, Untraceable, everything, slots
+from fedprism.engines.evaluate import Examine, Part, Purpose, Tally, eagerly, look, parts
+from fedprism.engines.noise import BLOCK, Noise, keyed_draw
+from fedprism.engines.passes import Epoch, Work, fit, inputs, make_optimizer
+from fedprism.errors import FedprismError
+from fedprism.federation import Split
+from fedprism.methods.base import Draw, Me
+
+STEPS = BLOCK  # of one recording, at most
+ROOM = 2**26  # bytes of images that one recording reads, at most
+LARGE = 5_000_000  # parameters of a model whose steps are long enough to be launched a few at a time
+RARE = 24  # recordings of one pass in one slot; what comes after runs step by step
+
+Places = dict[tuple[str, tuple[int, ...]], Tensor]  # of noise, by name and shape
+Addresses = dict[tuple[str, str], int]  # of tensors, by name
+Recorder = Callable[[Callable[[], None]], Callable[[], None]]
+
+
+def again(work: Callable[[], None]) -> Callable[[], None]:
+    """A recording that is not one: it runs the function each time."""
+    return work
+
+
+class Waits(FedprismError):
+    """A step asked for a value on the host, or copied one from there: it cannot be recorded."""
+
+
+WAITING = {
+    "_local_scalar_dense": ".item(), float(tensor) or `if tensor`",
+    "nonzero": "boolean indexing or nonzero",
+    "masked_select": "masked_select",
+    "_unique2": "unique",
+    "unique_dim": "unique",
+    "unique_consecutive": "unique",
+    "bincount": "bincount",
+    "repeat_interleave": "repeat_interleave",
+    "equal": "torch.equal",
+    "is_nonzero": "`if tensor`",
+    "lift_fresh": "torch.tensor(...)",
+    "_linalg_eigh": "eigh",
+    "_linalg_svd": "svd",
+}
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses what waits for the device or brings values from the host."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.__name__.partition(".")[0]
+        if name in WAITING:
+            raise Waits(f"it waits for the device: {WAITING[name]}")
+        made = func(*args, **(kwargs or {}))
+        if name in ("copy_", "_to_copy"):
+            source = args[1] if name == "copy_" else args[0]
+            if source.device.type == "cpu" != made.device.type:
+                raise Waits("it copies a tensor from the host")
+        return made
+
+
+def watching() -> AbstractContextManager[Any]:
+    return Watch()  # type: ignore[no-untyped-call]
+
+
+@dataclass
+class Stretch:
+    """A recording of some training steps, and the places that it reads."""
+
+    x: Tensor  # [steps x batch, ...] as stored
+    y: Tensor  # [steps x batch]
+    noises: tuple[Places, Places]  # of the loss, and of the changes to images
+    logged: dict[str, int] = field(default_factory=dict)  # values that one replay logs, by name
+    play: Callable[[], None] | None = None
+
+
+@dataclass
+class Trainer:
+    """What one kind of pass trains with in a slot: it stays at its place from client to client."""
+
+    name: str  # the pass's
+    places: Addresses  # of all that its recordings may read
+    trained: list[nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    stretches: dict[tuple[int, int], Stretch] = field(default_factory=dict)  # (steps, batch)
+
+    def state(self) -> list[Tensor]:
+        """The optimiser's."""
+        return [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+
+    def reset(self, rate: float) -> None:
+        """As a fresh optimiser: its state at zero."""
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        held = self.state()
+        if held:
+            torch._foreach_zero_(held)
+
+
+@dataclass
+class Glance:
+    """A recording of one batch of an evaluation."""
+
+    x: Tensor
+    y: Tensor
+    count: Tensor  # int64: rows that count
+    noises: Places
+    tally: Tally
+    spreads: Mapping[str, Tensor] = field(default_factory=dict)
+    play: Callable[[], None] | None = None
+
+
+class Replay:
+    """The recordings of one slot; set as `me.replay`."""
+
+    def __init__(
+        self,
+        me: Me,
+        device: torch.device,
+        recorder: Recorder,
+        tell: Callable[[str, str], None] = lambda name, why: None,
+        compiler: Compiler | None = None,
+    ) -> None:
+        self.me, self.device, self.record, self.tell = me, device, recorder, tell
+        self.compiler = compiler
+        self.trainers: dict[Hashable, Trainer] = {}
+        self.glances: dict[Hashable, tuple[Addresses, dict[int, Glance]]] = {}  # by batch
+        self.failed: dict[str, str] = {}  # what cannot be recorded, and why
+
+    # --- training ----------------------------------------------------------------------------------------------------
+
+    def fit(self, work: Work, epochs: list[Epoch]) -> int:
+        """Train on these rows; the number of steps."""
+        name = work.each.name
+        if name in self.failed:
+            return fit(work, epochs)
+        if not self._hashable(work):
+            return self._eagerly(work, epochs, "its loss is made anew in every round, so it cannot be known again")
+        trainer = self._trainer(work)
+        trainer.reset(work.rate)
+        steps, change = 0, work.change
+        for number, epoch in enumerate(epochs):
+            noises, order, begin = work.noises(number), self._onto_device(epoch.order), 0
+            for step, count, size in stretches(epoch.sizes, self._most(work, epoch.sizes[0])):
+                rows = order[begin : begin + count * size]
+                begin += count * size
+                stretch = trainer.stretches.get((count, size))
+                if stretch is None and len(trainer.stretches) < RARE:
+                    try:
+                        stretch = self._record(work, trainer, change, rows, (count, size))
+                    except Waits as why:
+                        return self._eagerly(work, epochs, str(why))
+                self._run(work, trainer, change, stretch, rows, (step, count, size), noises)
+                steps += count
+        return steps
+
+    def _eagerly(self, work: Work, epochs: list[Epoch], why: str) -> int:
+        """Step by step, from now on: nothing was trained yet, since the first stretch is recorded before it runs."""
+        self.failed[work.each.name] = why
+        self.tell(work.each.name, why)
+        return fit(work, epochs)
+
+    def _run(
+        self,
+        work: Work,
+        trainer: Trainer,
+        change: Any,
+        stretch: Stretch | None,
+        rows: Tensor,
+        place: tuple[int, int, int],
+        noises: tuple[Noise, Noise],
+    ) -> None:
+        step, _, size = place
+        if stretch is None or stretch.play is None:
+            work.prepare()
+            for i, some in enumerate(torch.split(rows, size), start=step):
+                x = inputs(change(work.split.batch(some), noises[1].at(i)), work.config)
+                work.step(trainer.trained, trainer.optimizer, x, work.split.y[some], noises[0].at(i))
+            return
+        work.split.gather(rows, stretch.x, stretch.y)
+        for noise, places in zip(noises, stretch.noises, strict=True):
+            for (name, _), out in places.items():
+                noise.fill(name, out, step)
+        stretch.play()
+        for name, values in stretch.logged.items():
+            self.me.counts[name] = self.me.counts.get(name, 0) + values
+
+    def _trainer(self, work: Work) -> Trainer:
+        key, places = _of_pass(work), self._places()
+        trainer = self.trainers.get(key)
+        if trainer is None or not _there(trainer.places, places):
+            trained = work.prepare()
+            optimizer = make_optimizer(work.settings, trained, work.rate)
+            trainer = self.trainers[key] = Trainer(work.each.name, places, trained, optimizer)
+        return trainer
+
+    def _record(self, work: Work, trainer: Trainer, change: Any, rows: Tensor, shape: tuple[int, int]) -> Stretch:
+        """Run one step to see that it can be recorded, put everything back, and record."""
+        me, (count, size) = self.me, shape
+        dtype, of_one = work.split.kind
+        stretch = Stretch(
+            torch.empty(count * size, *of_one, dtype=dtype, device=self.device),
+            torch.empty(count * size, dtype=work.split.y.dtype, device=self.device),
+            ({}, {}),
+        )
+        work.split.gather(rows, stretch.x, stretch.y)
+        step: Any = None
+
+        def some(steps: int) -> None:
+            work.prepare()
+            noise, changes = (_Placed(places, count, self.device) for places in stretch.noises)
+            x, plain = stretch.x, work.config.data.augment == "none" or work.each.data != "train"
+            if plain:  # image by image, so it is the same for all batches at once
+                x = inputs(x, work.config)
+            with nullcontext() if step is None else step.stretch():
+                for i in range(steps):
+                    batch = slice(i * size, (i + 1) * size)
+                    images = x[batch] if plain else inputs(change(x[batch], changes.at(i)), work.config)
+                    if step is not None:
+                        step(images, stretch.y[batch], noise.at(i))
+                    else:
+                        work.step(trainer.trained, trainer.optimizer, images, stretch.y[batch], noise.at(i))
+
+        with _PutBack(me, trainer), nullcontext() if trainer.stretches else watching():
+            some(1)
+        if (
+            self.compiler is not None
+            and size == (work.each.batch or work.config.train.batch)
+            and work.each.step is None
+        ):
+            step = self._compiled(work, trainer, stretch, size)
+            with _PutBack(me, trainer):
+                some(1)
+        counts = dict(me.counts)
+        stretch.play = self.record(functools.partial(some, count))
+        stretch.logged = {name: n - counts.get(name, 0) for name, n in me.counts.items() if n != counts.get(name, 0)}
+        if self.record is again:
+            stretch.logged = {}
+        me.counts.clear()
+        me.counts.update(counts)
+        me.model.zero_grad(set_to_none=True)
+        trainer.stretches[shape] = stretch
+        return stretch
+
+    def _compiled(self, work: Work, trainer: Trainer, stretch: Stretch, size: int) -> Step | None:
+        """The compiled step of this pass, or None where it cannot be compiled."""
+        assert self.compiler is not None
+        noises = list(stretch.noises[0])
+        key = (_of_pass(work), size, tuple(noises), tuple(self.me.sums))
+        x = inputs(stretch.x, work.config)[:size]
+        try:
+            return self.compiler.step(key, work, trainer, noises, (x, stretch.y[:size]))
+        except Untraceable as why:
+            self.tell(f"{work.each.name} (compiled)", str(why))
+            return None
+
+    def _most(self, work: Work, size: int) -> int:
+        """Steps of a stretch: a power of two, fewer where they are long or their images large."""
+        dtype, shape = work.split.kind
+        room = ROOM // (size * math.prod(shape) * dtype.itemsize * 5)  # as stored and as floats
+        large = sum(p.numel() for p in self.me.model.parameters()) > LARGE
+        return max(1, min(4 if large else STEPS, 1 << max(0, room.bit_length() - 1)))
+
+    def _places(self) -> Addresses:
+        """Where everything lies that a loss may read: a recording is of these addresses."""
+        return {name: held[leaf].data_ptr() for name, (_, held, leaf) in slots(self.me).items()}
+
+    def _hashable(self, work: Work) -> bool:
+        try:
+            hash(_of_pass(work))
+        except TypeError:
+            return False
+        return len(self.trainers) < 64
+
+    def _onto_device(self, rows: Tensor) -> Tensor:
+        if self.device.type != "cuda":
+            return rows.to(self.device)
+        return rows.pin_memory().to(self.device, non_blocking=True)
+
+    def longest(self) -> dict[str, tuple[int, Callable[[], None]]]:
+        """Of each pass its longest recording: its steps, and what replays it."""
+        found: dict[str, tuple[int, Callable[[], None]]] = {}
+        for trainer in self.trainers.values():
+            for (count, _), stretch in trainer.stretches.items():
+                if stretch.play is not None and count > found.get(trainer.name, (0,))[0]:
+                    found[trainer.name] = (count, stretch.play)
+        return found
+
+    # --- evaluation --------------------------------------------------------------------------------------------------
+
+    def look(
+        self, examine: Examine, split: Split, config: Config, purpose: Purpose, tally: Tally
+    ) -> Iterator[tuple[Mapping[str, Tensor], int]]:
+        """Every batch of an evaluation, counted in `tally`; what is spread over images, and how many rows of it."""
+        used: list[Glance] = []
+        key = (known(examine), tally.classes, split.kind)
+        held, places = self.glances.get(key), self._places()
+        glances = held[1] if held is not None and _there(held[0], places) else {}
+        self.glances[key] = (places, glances)
+        for step, part in enumerate(parts(split)):
+            if part.size not in glances:
+                glances[part.size] = self._glance(examine, config, split, part, tally)
+            glance = glances[part.size]
+            if glance.play is None:
+                yield eagerly(examine, self.me.model, split, config, purpose, tally, step, part)
+                continue
+            if all(glance is not other for other in used):
+                glance.tally.clear()
+                used.append(glance)
+            self._fill(glance, split, part, purpose, step)
+            glance.play()
+            yield glance.spreads, part.count
+        for glance in used:
+            assert glance.tally.values is not None
+            tally.join(glance.tally.values, glance.tally.names)
+
+    def _fill(self, glance: Glance, split: Split, part: Part, purpose: Purpose, step: int) -> None:
+        split.stretch(part.begin, part.count, glance.x, glance.y)
+        glance.count.fill_(part.count)
+        draw = keyed_draw(self.device, *purpose, step)
+        for (name, shape), place in glance.noises.items():
+            place.copy_(draw(name, *shape))
+
+    def _glance(self, examine: Examine, config: Config, split: Split, part: Part, tally: Tally) -> Glance:
+        dtype, of_one = split.kind
+        glance = Glance(
+            torch.zeros(part.size, *of_one, dtype=dtype, device=self.device),
+            torch.zeros(part.size, dtype=split.y.dtype, device=self.device),
+            torch.zeros((), dtype=torch.int64, device=self.device),
+            {},
+            Tally(tally.classes),
+        )
+        rows = torch.arange(part.size, device=self.device)
+
+        def draw(name: str, *shape: int) -> Tensor:
+            if (name, shape) not in glance.noises:
+                glance.noises[name, shape] = torch.rand(shape, device=self.device)
+            return glance.noises[name, shape]
+
+        def once() -> None:
+            self.me.model.eval()
+            batch = (glance.x, glance.y, rows < glance.count)
+            glance.spreads = look(examine, self.me.model, config, batch, draw, glance.tally).spreads
+
+        try:
+            with watching():
+                once()  # the counts' places are made here, before they are recorded
+        except Waits as why:
+            self.tell("evaluation", str(why))
+            return glance
+        glance.play = self.record(once)
+        return glance
+
+
+class _PutBack:
+    """Within: what a trial step changes is put back afterwards."""
+
+    def __init__(self, me: Me, trainer: Trainer) -> None:
+        self.me, self.trainer = me, trainer
+
+    def __enter__(self) -> None:
+        self.tensors = [*everything(self.me).values(), *self.me.sums.values(), *self.trainer.state()]
+        self.counts, self.copies = dict(self.me.counts), [tensor.clone() for tensor in self.tensors]
+
+    @torch.no_grad()
+    def __exit__(self, *error: object) -> None:
+        before = {id(tensor) for tensor in self.tensors}
+        for tensor in (*self.me.sums.values(), *self.trainer.state()):
+            if id(tensor) not in before:
+                tensor.zero_()
+        for tensor, copy in zip(self.tensors, self.copies, strict=True):
+            tensor.copy_(copy)
+        self.me.counts.clear()
+        self.me.counts.update(self.counts)
+
+
+def _there(recorded: Addresses, now: Addresses) -> bool:
+    """Does all that was there when something was recorded lie where it lay? What came later it does not read."""
+    return all(now.get(name) == address for name, address in recorded.items())
+
+
+class _Placed:
+    """Noise of a stretch, at the places where it is written before each replay."""
+
+    def __init__(self, places: Places, count: int, device: torch.device) -> None:
+        self.places, self.count, self.device = places, count, device
+
+    def at(self, i: int) -> Draw:
+        def draw(name: str, *shape: int) -> Tensor:
+            if (name, shape) not in self.places:
+                self.places[name, shape] = torch.rand(self.count, *shape, device=self.device)
+            return self.places[name, shape][i]
+
+        return draw
+
+
+def stretches(sizes: list[int], most: int) -> Iterator[tuple[int, int, int]]:
+    """Batches of an epoch in stretches of equal ones: first step, steps (a power of two), batch.
+
+    >>> list(stretches([4] * 11 + [3], 8))
+    [(0, 8, 4), (8, 2, 4), (10, 1, 4), (11, 1, 3)]
+    """
+    step = 0
+    for size, same in [(size, len(list(group))) for size, group in itertools.groupby(sizes)]:
+        left = same
+        while left:
+            # A power of two that divides the first step: then the noise of a stretch lies in one block.
+            count = min(most, 1 << (left.bit_length() - 1), step & -step or most)
+            yield step, count, size
+            step, left = step + count, left - count
+
+
+def _of_pass(work: Work) -> Hashable:
+    """What a recording of a pass depends on, beside addresses: two passes with equal ones do the same."""
+    each = work.each
+    trains = None if each.trains is None else frozenset(each.trains)
+    rules = tuple(sorted((k, v) for k, v in each.optimizer.items() if k != "lr"))
+    loss, step = known(each.loss), None if each.step is None else known(each.step)
+    return (each.name, loss, step, trains, rules, each.data, work.split.kind)
+
+
+def known(function: Any) -> Hashable:
+    """A function by what it is: a method by its object, a partial one by its arguments, a closure by what it holds."""
+    if isinstance(function, functools.partial):
+        settings = tuple(sorted(function.keywords.items()))
+        return ("partial", known(function.func), tuple(known(a) for a in function.args), settings)
+    if isinstance(function, types.MethodType):
+        return ("method", id(function.__self__), function.__func__)
+    if isinstance(function, types.FunctionType) and function.__closure__:
+        return ("closure", function.__code__, tuple(known(cell.cell_contents) for cell in function.__closure__))
+    if isinstance(function, Tensor | nn.Module):
+        return id(function)
+    hash(function)
+    return function  # type: ignore[no-any-return]

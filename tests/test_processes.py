@@ -1,0 +1,542 @@
+"""The engine `processes`: the bits of `inprocess` whatever happens to its workers, and nothing left when it ends.
+
+Starting a worker takes seconds, so tests of what workers compute hand the same few processes from one to the next.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fedprism as fp
+from fedprism.config import MOMENTS, Config, Named, structure
+from fedprism.engines import processes
+from fedprism.engines.choose import check_engine, choose_engine
+from fedprism.engines.client import make_info
+from fedprism.engines.events import Callback
+from fedprism.engines.inprocess import ENGINES
+from fedprism.engines.loop import Loop
+from fedprism.engines.numerics import numerics
+from fedprism.engines.processes import Pool, Processes, why_not
+from fedprism.engines.wire import size
+from fedprism.engines.worker import Box, pack
+from fedprism.errors import ConfigError, FedprismError
+from fedprism.federation import Federation
+from fedprism.methods import METHODS, make
+from fedprism.methods.base import Me, Method, Now
+from tests.helpers import CPU, Collect, loop_for, same
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="worker processes need Linux or macOS")
+
+CUDA = torch.device("cuda")
+EVERYTHING = {
+    "data": {"augment": ["flip"]},
+    "train": {"rounds": 2, "batch": 16},
+    "clients": {"participation": 0.7, "dropout": 0.5, "broadcast": "all"},
+    "evaluate": {"moments": list(MOMENTS)},
+}
+
+
+@pytest.fixture(scope="module")
+def spare() -> Iterator[Pool]:
+    """Workers that no engine has at the moment."""
+    hands: Pool = []
+    yield hands
+    processes._end(hands, os.getpid())
+
+
+class Borrowed(Processes):
+    """The engine, with workers of the engine before it, which it leaves to the next one."""
+
+    spare: Pool
+
+    @classmethod
+    def of(cls, spare: Pool, count: int, method: Method, config: Config, federation: Federation) -> Borrowed:
+        config = replace(config, run=replace(config.run, workers=count))
+        info = make_info(config, federation.names, federation.classes, federation.shape)
+        engine = cls(method, config, info, federation, CPU)
+        engine.spare = spare
+        while spare and len(engine.pool) < count:
+            engine.pool.append(spare.pop())
+            engine._greet(engine.pool[-1])
+        return engine
+
+    def close(self) -> None:
+        for hand in self.pool:
+            if hand.process.poll() is None and not hand.under_way:
+                self.spare.append(hand)
+            else:
+                hand.end(at_once=True)
+        self.pool.clear()
+
+
+def run(
+    method: Method, config: Config, federation: Federation, engine: Processes | None = None
+) -> tuple[Loop, Collect]:
+    loop, seen = loop_for(method, config, federation, engine), Collect()
+    with numerics(config.run, CPU):
+        assert loop.run([seen]) == "finished"
+    return loop, seen
+
+
+def assert_same(one: tuple[Loop, Collect], other: tuple[Loop, Collect]) -> None:
+    """The same records, timings aside, and the same states, in the same memory format."""
+    records = [[replace(record, seconds={}) for record in seen.records] for _, seen in (one, other)]
+    assert records[0] == records[1]
+    pairs = [(one[0].server, other[0].server)]
+    pairs += [(one[0].states[client], other[0].states[client]) for client in one[0].info.clients]
+    for a, b in pairs:
+        assert same(a, b)
+        assert a is None or [t.stride() for t in a.values()] == [t.stride() for t in (b or {}).values()]
+
+
+# --- the same bits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_the_bits_of_inprocess(name: str, unequal: Federation, spare: Pool) -> None:
+    """Noise, augmentation, drop-outs, every moment; one, two and three workers."""
+    method = structure({}, METHODS[name], "method")
+    config = structure(EVERYTHING, Config)
+    reference = run(method, config, unequal)
+    assert any(record.failed for record in reference[1].records)
+    for count in (1, 2, 3):
+        engine = Borrowed.of(spare, count, method, config, unequal)
+        assert_same(run(method, config, unequal, engine), reference)
+
+
+def test_the_bits_of_mixed_architectures(tiny: Federation, spare: Pool) -> None:
+    raw = {"model": {"per_client": ["lenet-bn", "mlp", {"name": "lenet-bn", "head_layers": 2}]}}
+    config = structure({**EVERYTHING, **raw, "run": {"memory_format": "channels_last"}}, Config)
+    method = make(Named("fedproto"))
+    reference = run(method, config, tiny)
+    for count in (2, 3):
+        engine = Borrowed.of(spare, count, method, config, tiny)
+        assert_same(run(method, config, tiny, engine), reference)
+
+
+def test_the_bits_of_channels_last_and_public_images(spare: Pool) -> None:
+    few = fp.federation("digits-skew", clients=2, seed=1, samples=30, public=20, split={"test": 0.05})
+    config = structure({**EVERYTHING, "run": {"memory_format": "channels_last"}}, Config)
+    method = make(Named("fed-co2"))
+    engine = Borrowed.of(spare, 2, method, config, few)
+    assert_same(run(method, config, few, engine), run(method, config, few))
+
+
+def test_data_that_workers_have_no_room_for(tiny: Federation, spare: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client's data are sent once or, beyond the room that there is, every time."""
+    config, method = structure({"train": {"rounds": 2}}, Config), fp.FedAvg()
+    reference = run(method, config, tiny)
+    first, kept = size(pack(tiny.clients[tiny.names[0]])), []
+    for room in (processes.KEPT, first, 0):
+        monkeypatch.setattr(processes, "KEPT", room)
+        assert_same(run(method, config, tiny, Borrowed.of(spare, 1, method, config, tiny)), reference)
+        kept.append(len(spare[-1].keeps))
+    assert kept == [3, 1, 0]
+
+
+def test_the_largest_go_first_and_answers_keep_their_order(unequal: Federation, spare: Pool) -> None:
+    config, method = structure({"train": {"rounds": 1}}, Config), fp.FedAvg()
+    engine = Borrowed.of(spare, 1, method, config, unequal)
+    loop = loop_for(method, config, unequal, engine)
+    small, middle, large = reversed(unequal.names)
+    requests = {client: loop._request(client, loop.now(0)) for client in (middle, small, large)}
+    told: list[tuple[int, int]] = []
+    engine.tell = lambda done, of: told.append((done, of))
+    given: list[str] = []
+    give = engine._give
+    engine._give = lambda hand, *rest: (given.append(rest[2]), give(hand, *rest))[1]  # type: ignore[method-assign]
+    assert list(engine.train(0, requests)) == [middle, small, large]
+    assert given == [large, middle, small]
+    assert told == [(1, 3), (2, 3), (3, 3)]
+    assert engine.receive(0, {}) == {}
+    engine.close()
+
+
+def test_a_box_holds_what_was_put_into_it() -> None:
+    """Any kind of number, shape and memory format; a small message, then one that needs more room, then none."""
+    writer = Box()
+    reader = Box(writer.file)
+    images = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    state = {
+        "double": torch.randn(3, dtype=torch.float64),
+        "half": torch.randn(5).bfloat16(),
+        "flags": torch.tensor([True, False, True]),
+        "count": torch.tensor(7),
+        "nothing": torch.empty(0, 4),
+        "images": images,
+        "turned": torch.randn(3, 4).T,
+        "holes": torch.randn(4, 6)[:, ::2],
+        "spread": torch.randn(3, 1).expand(3, 4),
+        "trained": torch.nn.Parameter(torch.randn(2)),
+    }
+    for note, states in (("small", [{"x": torch.ones(2)}]), ({"all": 1}, [None, state, {}]), ("none", [])):
+        got, found = reader.get(writer.put(note, states))
+        assert got == note
+        assert len(found) == len(states)
+        for before, after in zip(states, found, strict=True):
+            assert same(before, after)
+            for name, tensor in (before or {}).items():
+                assert after[name].dtype == tensor.dtype
+                assert after[name].stride() == tensor.clone().stride()
+    writer.close()
+
+
+def test_a_box_knows_what_is_there_already() -> None:
+    """The same tensors are not written twice; one that was changed in place, or overwritten, is."""
+    writer = Box()
+    reader = Box(writer.file)
+    sent = {"w": torch.arange(100.0)}
+    (view,) = reader.get(writer.put("first", [sent]))[1]
+    view["w"].fill_(7)  # so that it shows when it is written again
+    assert reader.get(writer.put("again", [sent, {"more": torch.ones(3)}]))[1][0]["w"].eq(7).all()
+    sent["w"].add_(1)
+    assert same(reader.get(writer.put("changed", [sent]))[1][0], sent)
+    writer.put("a note alone")
+    assert same(reader.get(writer.put("overwritten", [sent]))[1][0], sent)
+    with torch.inference_mode():
+        sealed = {"w": torch.ones(100)}
+    for _ in range(2):
+        assert same(reader.get(writer.put("sealed", [sealed]))[1][0], sealed)
+    writer.close()
+
+
+# --- methods of one's own --------------------------------------------------------------------------------------------
+
+OWN = """
+from dataclasses import dataclass
+import torch
+import fedprism as fp
+from fedprism.methods.base import Me, Now
+
+@dataclass(frozen=True)
+class Halved(fp.FedAvg):
+    share: float = 0.5
+
+    def receive(self, me: Me, now: Now) -> None:
+        super().receive(me, now)
+        with torch.no_grad():
+            for parameter in me.model.parameters():
+                parameter.mul_(self.share)
+"""
+
+
+def test_a_method_from_a_file(tmp_path: Path, tiny: Federation, spare: Pool) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    method = make(Named(f"{tmp_path}/own.py:Halved", {"share": 0.75}))
+    config = structure({"train": {"rounds": 1}}, Config)
+    engine = Borrowed.of(spare, 2, method, config, tiny)
+    assert_same(run(method, config, tiny, engine), run(method, config, tiny))
+
+
+class Undecorated(fp.FedAvg):
+    """A class that is no dataclass of its own."""
+
+    def start(self, me: Me, now: Now) -> None:
+        me.model.eval()
+
+
+def test_a_method_of_a_module(tiny: Federation, spare: Pool) -> None:
+    config = structure({"train": {"rounds": 1}}, Config)
+    engine = Borrowed.of(spare, 1, Undecorated(), config, tiny)
+    assert_same(run(Undecorated(), config, tiny, engine), run(Undecorated(), config, tiny))
+
+
+def test_a_method_that_cannot_be_imported(tiny: Federation) -> None:
+    class Here(fp.FedAvg):
+        pass
+
+    said = why_not(Here())
+    assert said is not None
+    assert "made in a function" in said
+    with pytest.raises(ConfigError, match=r"made in a function.*put it into a file, or set run.engine: inprocess"):
+        fp.train(tiny, Here(), rounds=1, out=False, settings=["run.engine=processes", "run.device=cpu"])
+    assert choose(tiny, Here(), rounds=10**6) == "inprocess"
+
+
+# --- when something goes wrong ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Dies(fp.FedAvg):
+    """Ends its own process at one client, so many times."""
+
+    at: str = ""
+    times: int = 1
+    folder: str = ""
+
+    def start(self, me: Me, now: Now) -> None:
+        died = len(os.listdir(self.folder))
+        if now.client == self.at and died < self.times:
+            Path(self.folder, str(died)).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_worker_is_replaced(tiny: Federation, spare: Pool, tmp_path: Path) -> None:
+    config = structure({"train": {"rounds": 2}}, Config)
+    method = Dies(at=tiny.names[1], times=1, folder=str(tmp_path))
+    engine = Borrowed.of(spare, 2, method, config, tiny)
+    with pytest.warns(UserWarning, match=rf"worker process \d+ was ended by SIGKILL.* at client '{tiny.names[1]}'"):
+        survived = run(method, config, tiny, engine)
+    assert_same(survived, run(method, config, tiny))  # which has died once by now, and does not again
+
+
+def test_a_client_that_kills_its_workers_is_named(tiny: Federation, spare: Pool, tmp_path: Path) -> None:
+    config = structure({"train": {"rounds": 1}}, Config)
+    method = Dies(at=tiny.names[0], times=9, folder=str(tmp_path))
+    engine = Borrowed.of(spare, 1, method, config, tiny)
+    with (
+        pytest.warns(UserWarning, match="another one does it again"),
+        pytest.raises(FedprismError, match=rf"3 worker processes have died at client '{tiny.names[0]}'.*SIGKILL"),
+    ):
+        run(method, config, tiny, engine)
+    assert len(list(tmp_path.iterdir())) == 3
+    assert not engine.pool
+
+
+class Odd(Exception):
+    """One that cannot be made again from its arguments, as many are."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+@dataclass(frozen=True)
+class Mistaken(fp.FedAvg):
+    odd: bool = False
+
+    def start(self, me: Me, now: Now) -> None:
+        if self.odd:
+            raise Odd(1, 2)
+        raise KeyError("no such thing")
+
+
+def test_a_mistake_comes_back_as_it_is(tiny: Federation, spare: Pool) -> None:
+    config, (client, *_) = structure({"train": {"rounds": 1}}, Config), tiny.names
+
+    def train(method: Method) -> None:
+        engine = Borrowed.of(spare, 1, method, config, tiny)
+        loop = loop_for(method, config, tiny, engine)
+        engine.train(0, {client: loop._request(client, loop.now(0))})
+
+    with pytest.raises(KeyError, match="no such thing") as caught:
+        train(Mistaken())
+    (note,) = caught.value.__notes__
+    assert f"at client {client!r}" in note
+    assert 'raise KeyError("no such thing")' in note
+    with pytest.raises(FedprismError, match="Odd: 1 and 2"):
+        train(Mistaken(odd=True))
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+def open_files() -> int:
+    gc.collect()
+    return len(os.listdir("/dev/fd"))
+
+
+def test_a_run_leaves_nothing_behind(tiny: Federation, tmp_path: Path) -> None:
+    """Through the front door: the same metrics, byte for byte, as many open files as before, and no process."""
+    settings = ["train.batch=16", "run.device=cpu"]
+    fp.train(tiny, "fedbn", rounds=2, out=tmp_path / "one", settings=[*settings, "run.engine=inprocess"])
+    before, others, workers = open_files(), set(workers_of(os.getpid())), set()
+
+    class Watch(Callback):
+        def clients(self, done: int, of: int) -> None:
+            workers.update(set(workers_of(os.getpid())) - others)
+
+    fp.train(
+        tiny,
+        "fedbn",
+        rounds=2,
+        out=tmp_path / "two",
+        settings=[*settings, "run.engine=processes", "run.workers=2"],
+        callbacks=[Watch()],
+    )
+    assert len(workers) == 2
+    assert not any(map(alive, workers))
+    assert open_files() == before
+    metrics = [(tmp_path / name / "metrics.jsonl").read_bytes() for name in ("one", "two")]
+    assert metrics[0] == metrics[1]
+
+
+def workers_of(pid: int) -> list[int]:
+    """The worker processes that this process has started, and that still run."""
+    listed = subprocess.run(
+        ["ps", "-axww", "-o", "pid=", "-o", "ppid=", "-o", "stat=", "-o", "args="],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = [line.split(maxsplit=3) for line in listed.stdout.splitlines()]
+    return [
+        int(one) for one, by, state, what in found if int(by) == pid and "engines.worker" in what and state[0] != "Z"
+    ]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def gone(pids: list[int]) -> bool:
+    """Do all of them end within a minute?"""
+    deadline = time.monotonic() + 60
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(map(alive, pids))
+
+
+TRAINS = """
+import fedprism as fp
+from fedprism.engines.events import Callback
+
+class Told(Callback):
+    def round(self, record, snapshot):
+        print("round", record.round, flush=True)
+
+federation = fp.federation("digits-skew", clients=3, seed=0, samples=40, split={"validation": 0.02, "test": 0.1})
+settings = ["run.engine=processes", "run.workers=WORKERS", "run.device=cpu"]
+fp.train(federation, METHOD, rounds=ROUNDS, out=False, settings=settings, callbacks=[Told()])
+"""
+
+
+def program(method: str = '"fedavg"', rounds: int = 1, workers: int = 1) -> str:
+    return TRAINS.replace("METHOD", method).replace("ROUNDS", str(rounds)).replace("WORKERS", str(workers))
+
+
+def training(*command: str, stdin: str | None = None) -> tuple[subprocess.Popen[str], list[int]]:
+    """A program that trains for ever, in a process group of its own, and its workers, when it has done a round."""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, *command], **pipes, text=True, start_new_session=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(stdin or "")
+    process.stdin.close()
+    for line in process.stdout:
+        if line == "round 1\n":
+            break
+    workers = workers_of(process.pid)
+    if not workers:
+        process.kill()
+        pytest.fail(f"there are no workers: {process.communicate()[1]}")
+    return process, workers
+
+
+def test_ctrl_c_ends_a_script_and_its_workers(tmp_path: Path) -> None:
+    """As a terminal does it: to the whole group. The script has no `if __name__ == "__main__"`."""
+    (tmp_path / "script.py").write_text(program(rounds=10**6, workers=2))
+    process, workers = training(str(tmp_path / "script.py"))
+    assert len(workers) == 2
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(60) == -signal.SIGINT
+    assert not any(map(alive, workers))
+    assert process.stderr is not None
+    said = process.stderr.read()
+    assert said.count("Traceback") == 1  # the script's own: workers say nothing
+    assert said.endswith("KeyboardInterrupt\n")
+
+
+def test_workers_end_when_their_parent_is_killed() -> None:
+    """The program comes from stdin."""
+    process, workers = training("-", stdin=program(rounds=10**6))
+    process.kill()
+    assert process.wait(60) == -signal.SIGKILL
+    assert gone(workers)
+
+
+def output(*command: str, **more: Any) -> str:
+    """What a program says, on either channel."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, **more)
+    return done.stdout
+
+
+def test_a_method_of_the_script_itself(tmp_path: Path) -> None:
+    """A worker would have to run the whole script: this is said before any is started."""
+    (tmp_path / "open.py").write_text(OWN + program("Halved()"))
+    said = output(sys.executable, str(tmp_path / "open.py"))
+    assert "ConfigError: run.engine is processes, but the method Halved is defined in " in said
+    assert 'put what is no definition below `if __name__ == "__main__":`' in said
+
+
+@pytest.mark.slow
+def test_a_method_of_a_guarded_script(tmp_path: Path) -> None:
+    guarded = OWN + 'if __name__ == "__main__":' + program("Halved()").replace("\n", "\n    ")
+    (tmp_path / "guarded.py").write_text(guarded)
+    assert output(sys.executable, str(tmp_path / "guarded.py")) == "round 0\nround 1\n"
+
+
+@pytest.mark.slow
+def test_a_script_whose_guard_is_elsewhere(tmp_path: Path) -> None:
+    """It trains when it is imported: its workers refuse to."""
+    (tmp_path / "leaky.py").write_text(OWN + 'if __name__ == "__main__":\n    pass\n' + program("Halved()"))
+    said = output(sys.executable, str(tmp_path / "leaky.py"))
+    assert "FedprismError: a worker process was about to train by itself" in said
+    assert "round" not in said.splitlines()
+
+
+@pytest.mark.slow
+def test_other_ways_to_start(tmp_path: Path) -> None:
+    assert output(sys.executable, "-c", program()) == "round 0\nround 1\n"
+    said = output(sys.executable, "-c", OWN + program("Halved()"))
+    assert "the method Halved was written in a Python session" in said
+    (tmp_path / "module.py").write_text(program())
+    assert output(sys.executable, "-m", "module", cwd=tmp_path) == "round 0\nround 1\n"
+    (tmp_path / "few.yaml").write_text(
+        "{data: {samples: 20}, train: {rounds: 1}, run: {engine: processes, device: cpu}}"
+    )
+    output(sys.executable, "-m", "fedprism", "run", str(tmp_path / "few.yaml"), "--out", str(tmp_path / "run"))
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
+
+
+# --- which engine ----------------------------------------------------------------------------------------------------
+
+
+def choose(federation: Federation, method: Method | None = None, device: torch.device = CPU, **train: Any) -> str:
+    run = {"workers": 2, "engine": train.pop("engine", "auto")}
+    config = structure({"train": train, "run": run}, Config)
+    info = make_info(config, federation.names, federation.classes, federation.shape)
+    return choose_engine(config, device, info, federation, method or fp.FedAvg())
+
+
+def test_processes_are_chosen_where_they_pay(tiny: Federation) -> None:
+    assert choose(tiny, rounds=3) == "inprocess"
+    assert choose(tiny, rounds=10**5) == "processes"
+    assert choose(tiny, rounds=10**5, engine="inprocess") == "inprocess"
+    assert choose(tiny, rounds=3, engine="processes") == "processes"
+    assert choose(tiny, rounds=3, device=CUDA) == ("cuda-graphs" if "cuda-graphs" in ENGINES else "inprocess")
+
+
+def test_one_client_has_no_use_for_workers(tiny: Federation) -> None:
+    alone = replace(tiny, clients={tiny.names[0]: tiny.clients[tiny.names[0]]})
+    assert choose(alone, rounds=10**5) == "inprocess"
+
+
+def test_an_engine_on_the_wrong_device() -> None:
+    with pytest.raises(ConfigError, match=r"processes, which is for cpu, and the device is cuda; set run.device: cpu"):
+        check_engine("processes", CUDA)
+    with pytest.raises(ConfigError, match=r"unknown engine 'proceses'. Did you mean 'processes'"):
+        check_engine("proceses", CPU)
+
+
+def test_one_worker_a_core_unless_told(tiny: Federation) -> None:
+    cores = processes.cores()
+    assert processes.workers(Config()) == cores >= 1
+    assert processes.workers(structure({"run": {"threads": cores}}, Config)) == 1
+    assert processes.workers(structure({"run": {"workers": 7}}, Config)) == 7
