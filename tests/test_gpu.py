@@ -10,6 +10,8 @@ import torch
 
 from fedprism import api, keys
 from fedprism.config import Config, structure
+from fedprism.engines import cuda_graphs
+from fedprism.engines.client import not_finite
 from fedprism.methods import METHODS
 from fedprism.methods.subspaces import Subspace, overlap
 
@@ -44,27 +46,93 @@ def test_same_seed_same_bits_and_resumed_is_straight(method: str, tmp_path: Path
     same_bits_and_resumed_is_straight({**RAW, "method": method}, tmp_path)
 
 
-SIZES = [40, 23, 17]  # whole batches, a last one that is smaller, and one that is merged
-
-
 def metrics(raw: dict[str, Any], path: Path) -> bytes:
     run = api.run_config(structure(raw, Config), "x", out=path)
     assert run.status == "finished"
     return (run.path / "metrics.jsonl").read_bytes()
 
 
-def with_engine(raw: dict[str, Any], engine: str, **run: Any) -> dict[str, Any]:
-    return {**raw, "run": {**raw["run"], "engine": engine, **run}}
+def with_run(raw: dict[str, Any], **run: Any) -> dict[str, Any]:
+    return {**raw, "run": {**raw["run"], **run}}
+
+
+UNEQUAL = {"partition": {"name": "domain", "clients": 5}, "fraction": 0.3}  # last batches of different sizes
+TWO_EPOCHS = {"rounds": 3, "epochs": 2, "batch": 8}
 
 
 @pytest.mark.parametrize("method", list(METHODS))
 def test_captured_steps_give_the_bits_of_the_reference(method: str, tmp_path: Path) -> None:
-    """Three rounds of two epochs, whatever the number of slots; states and logs are in the metrics by their losses."""
-    raw = {**RAW, "method": method, "train": {"rounds": 3, "epochs": 2, "batch": 8}}
-    raw["data"] = {"partition": {"name": "domain", "clients": 5}, "fraction": 0.3}
-    expected = metrics(with_engine(raw, "inprocess"), tmp_path / "reference")
+    """Three rounds of two epochs, whatever the number of slots."""
+    raw = {**RAW, "method": method, "train": TWO_EPOCHS, "data": UNEQUAL}
+    expected = metrics(with_run(raw, engine="inprocess"), tmp_path / "reference")
     for slots in (1, 2, 5):
-        assert metrics(with_engine(raw, "cuda-graphs", slots=slots), tmp_path / f"{slots}") == expected
+        assert metrics(with_run(raw, engine="cuda-graphs", slots=slots), tmp_path / f"{slots}") == expected
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": "cnn4", "data": {**UNEQUAL, "image_size": 32}},
+        {"model": "digit6", "data": {**UNEQUAL, "image_size": 28}},
+        {"model": "resnet18", "data": {**UNEQUAL, "image_size": 32}},
+        {"model": "vit-tiny", "data": {**UNEQUAL, "image_size": 32}},
+        {"data": {**UNEQUAL, "augment": ["flip", {"name": "rotate"}, {"name": "crop", "padding": 2}]}},
+        {"train": {**TWO_EPOCHS, "optimizer": {"name": "adam", "lr": 1e-3}, "schedule": "cosine", "clip": 1.0}},
+        {"train": {**TWO_EPOCHS, "optimizer": {"momentum": 0.9, "weight_decay": 1e-3}}, "run": {"precision": "bf16"}},
+        {"model": "resnet18", "data": {**UNEQUAL, "image_size": 32}, "run": {"memory_format": "channels_last"}},
+        {"clients": {"participation": 0.6, "dropout": 0.3, "state": "disk"}},
+    ],
+    ids=["cnn4", "digit6", "resnet18", "vit-tiny", "augment", "adam", "bf16", "channels-last", "disk"],
+)
+def test_whatever_is_set_the_bits_are_those_of_the_reference(change: dict[str, Any], tmp_path: Path) -> None:
+    raw = {**RAW, "method": "fedpick", "train": TWO_EPOCHS, "data": UNEQUAL, **change}
+    raw["run"] = {**RAW["run"], **change.get("run", {})}
+    expected = metrics(with_run(raw, engine="inprocess"), tmp_path / "reference")
+    assert metrics(with_run(raw, engine="cuda-graphs"), tmp_path / "captured") == expected
+
+
+def test_states_and_data_that_do_not_fit_are_fetched_from_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = {**RAW, "method": "fedbn", "train": TWO_EPOCHS, "data": UNEQUAL, "clients": {"participation": 0.5}}
+    expected = metrics(with_run(raw, engine="cuda-graphs"), tmp_path / "fits")
+    monkeypatch.setattr(cuda_graphs, "SHARE", 0.0)
+    assert metrics(with_run(raw, engine="cuda-graphs"), tmp_path / "does not fit") == expected
+
+
+def test_out_of_memory_lowers_the_number_of_slots(tmp_path: Path) -> None:
+    data = {**UNEQUAL, "image_size": 64}
+    raw = {**RAW, "model": "alexnet-bn", "method": "fedbn", "train": {"rounds": 1, "batch": 64}, "data": data}
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    expected = metrics(with_run(raw, engine="cuda-graphs", slots=1), tmp_path / "one")
+    torch.cuda.empty_cache()
+    most, total = 1.3 * torch.cuda.max_memory_reserved(), torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction(most / total)
+    try:
+        with pytest.warns(UserWarning, match="out of GPU memory"):
+            found = metrics(with_run(raw, engine="cuda-graphs", slots=5), tmp_path / "five")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert found == expected
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedcp", "fedpick"])
+def test_compiled_steps_follow_the_captured_ones(method: str, tmp_path: Path) -> None:
+    raw = {**RAW, "method": method, "data": UNEQUAL, "train": {"rounds": 2, "batch": 16}}
+    losses = []
+    for compiled in (False, True):
+        run = api.run_config(structure(with_run(raw, compile=compiled), Config), "x", out=tmp_path / str(compiled))
+        losses.append([score.loss for score in run.record.rounds[-1].scores["received"]["test"].values()])
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_is_found(bad: float) -> None:
+    state = {"a": torch.ones(3, device="cuda"), "b": torch.ones(70_000, device="cuda")}
+    state["b"][69_999] = bad
+    assert not_finite(state) == "b"
+    assert not_finite({"a": state["a"]}) is None
 
 
 @pytest.mark.parametrize("adapter", ["pool", "linear"])

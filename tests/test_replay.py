@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from fedprism.config import Config, structure
-from fedprism.engines import compiled
+from fedprism.engines import compiled, cuda_graphs
 from fedprism.engines.client import make_info
 from fedprism.engines.cuda_graphs import CudaGraphs
 from fedprism.engines.inprocess import InProcess
 from fedprism.engines.loop import Loop, make_loop
+from fedprism.errors import ConfigError
 from fedprism.federation import Federation, make_federation
-from fedprism.methods import METHODS
-from fedprism.methods.base import Method
+from fedprism.methods import METHODS, make
+from fedprism.methods.base import Me, Method, Now, Pass
 from tests.helpers import CPU, Collect, cut, same
 
 RAW: dict[str, Any] = {
@@ -78,3 +80,138 @@ def test_a_traced_step_computes_the_same_to_rounding(
         state, other = one.states[client], two.states[client]
         for name, tensor in state.items():
             assert torch.allclose(tensor, other[name], rtol=1e-9, atol=1e-9), name
+
+
+def test_a_probe_between_rounds_changes_nothing(unequal: Federation) -> None:
+    """Slots are counted after the first round by replaying their recordings."""
+    config = structure(RAW, Config)
+    one, seen = trained(InProcess, METHODS["fedpick"](), config, unequal)
+    two, replayed = trained(CudaGraphs, METHODS["fedpick"](), config, unequal)
+    assert config.run.slots == "auto"
+    assert same(one.server, two.server)
+    assert [replace(r, seconds={}) for r in seen.records] == [replace(r, seconds={}) for r in replayed.records]
+
+
+def test_out_of_memory_halves_the_slots_and_goes_on(unequal: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = structure({**RAW, "run": {"slots": 3}}, Config)
+    one, _ = trained(InProcess, METHODS["fedbn"](), config, unequal)
+    launch, calls = cuda_graphs.launch_round, []
+
+    def short_of_memory(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no room")
+        return launch(*given)
+
+    monkeypatch.setattr(cuda_graphs, "launch_round", short_of_memory)
+    with pytest.warns(UserWarning, match="out of GPU memory: going on with 1 slots"):
+        two, _ = trained(CudaGraphs, METHODS["fedbn"](), config, unequal)
+    assert same(one.server, two.server)
+    assert all(same(one.states[client], two.states[client]) for client in unequal.names)
+
+
+def test_one_client_that_does_not_fit_is_told(unequal: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*given: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(cuda_graphs, "launch_round", never)
+    with pytest.raises(ConfigError, match="does not hold one client"):
+        trained(CudaGraphs, METHODS["fedbn"](), structure({**RAW, "run": {"slots": 1}}, Config), unequal)
+
+
+def test_states_that_do_not_fit_are_kept_on_the_host(unequal: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "SHARE", 0.0)
+    config = structure({**RAW, "clients": {"participation": 0.5}}, Config)
+    one, _ = trained(InProcess, METHODS["ditto"](), config, unequal)
+    two, _ = trained(CudaGraphs, METHODS["ditto"](), config, unequal)
+    assert two.engine.data.bytes == 0  # type: ignore[attr-defined]
+    assert all(same(one.states[client], two.states[client]) for client in unequal.names)
+
+
+@dataclass(frozen=True)
+class Waiting(Method):
+    """A loss that asks for a value on the host."""
+
+    def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().loss(me, x, y)
+        return loss * 2 if loss.item() > 1e9 else loss
+
+
+@dataclass(frozen=True)
+class Anew(Method):
+    """A loss that is another one in every round."""
+
+    def passes(self, me: Me, now: Now) -> list[Pass]:
+        marks = [now.round]
+        return [Pass(lambda me, x, y: Method.loss(self, me, x, y) * (1.0 if marks else 0.0))]
+
+
+@pytest.mark.parametrize(
+    ("method", "why"), [(Waiting(), "waits for the device: .item()"), (Anew(), "made anew in every round")]
+)
+def test_what_cannot_be_recorded_runs_step_by_step_and_says_why(
+    method: Method, why: str, unequal: Federation, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = structure(RAW, Config)
+    one, _ = trained(InProcess, method, config, unequal)
+    two, _ = trained(CudaGraphs, method, config, unequal)
+    assert same(one.server, two.server)
+    assert why in two.engine.reasons["train"]  # type: ignore[attr-defined]
+    assert [why in record.getMessage() for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"data": {**RAW["data"], "augment": ["flip", {"name": "rotate"}, "crop"]}},
+        {"train": {**RAW["train"], "optimizer": {"name": "adam", "lr": 1e-3}, "schedule": "cosine", "clip": 1.0}},
+        {"train": {**RAW["train"], "optimizer": {"momentum": 0.9, "weight_decay": 1e-3}, "last_batch": "drop"}},
+        {"run": {"memory_format": "channels_last", "precision": "bf16"}},
+        {"model": {"per_client": ["lenet-bn", "mlp", "cnn4"]}, "method": "local"},
+        {"clients": {"participation": 0.6, "dropout": 0.3}},
+    ],
+    ids=["augment", "adam", "momentum", "bf16", "mixed", "partial"],
+)
+def test_whatever_is_set_the_bits_are_those_of_the_reference(change: dict[str, Any], unequal: Federation) -> None:
+    config = structure({**RAW, "method": "fedpick", **change}, Config)
+    one, seen = trained(InProcess, make(config.method), config, unequal)
+    two, replayed = trained(CudaGraphs, make(config.method), config, unequal)
+    assert all(same(one.states[client], two.states[client]) for client in unequal.names)
+    assert [replace(r, seconds={}) for r in seen.records] == [replace(r, seconds={}) for r in replayed.records]
+
+
+@pytest.mark.parametrize("settings", [{"momentum": 0.9, "weight_decay": 1e-3}, {"name": "adam", "lr": 1e-3}])
+def test_the_traced_update_is_the_optimisers(
+    settings: dict[str, Any], unequal: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On batches of one size, with a limit to gradients: Adam and SGD as PyTorch has them."""
+    monkeypatch.setattr(compiled, "inductor", as_traced)
+    torch.set_default_dtype(torch.float64)
+    try:
+        raw = {**RAW, "train": {**RAW["train"], "rounds": 2, "optimizer": settings, "clip": 0.5}}
+        config = structure(raw, Config)
+        one, _ = trained(InProcess, METHODS["fedavg"](), config, unequal)
+        two, _ = trained(
+            CudaGraphs, METHODS["fedavg"](), replace(config, run=replace(config.run, compile=True)), unequal
+        )
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name, tensor in one.server.items():
+        assert torch.allclose(tensor, two.server[name], rtol=1e-8, atol=1e-8), name
+
+
+@pytest.mark.parametrize(("asked", "rounds", "settled"), [("auto", 500, False), (False, 500, False)])
+def test_nothing_is_compiled_on_a_cpu(asked: Any, rounds: int, settled: bool) -> None:
+    assert compiled.settle(asked, rounds, CPU) is settled
+    with pytest.raises(ConfigError, match="which is for a GPU"):
+        compiled.settle(True, rounds, CPU)
+
+
+@pytest.mark.slow
+def test_the_compiler_itself_takes_a_step(unequal: Federation) -> None:
+    """With PyTorch's compiler for the CPU, which needs a C++ compiler and a minute."""
+    config = structure({**RAW, "model": "cnn4", "train": {**RAW["train"], "rounds": 1}}, Config)
+    one, _ = trained(InProcess, METHODS["fedavg"](), config, unequal)
+    two, _ = trained(CudaGraphs, METHODS["fedavg"](), replace(config, run=replace(config.run, compile=True)), unequal)
+    for name, tensor in one.server.items():
+        assert torch.allclose(tensor, two.server[name], rtol=1e-3, atol=1e-4), name

@@ -39,7 +39,7 @@ class Pace:
     """How long is measured: so many rounds, or fewer once the seconds are spent, but never fewer than `least`."""
 
     rounds: int = 5
-    least: int = 2
+    least: int = 1
     seconds: float = 15.0
 
 

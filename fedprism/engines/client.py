@@ -23,6 +23,7 @@ from fedprism.errors import ConfigError
 from fedprism.federation import ClientData, Split
 from fedprism.methods.base import Draw, Info, Me, Method, Net, Now, Pass, Seen, State, load
 from fedprism.methods.leaves import everything, tensors, travelling
+from fedprism.methods.states import copy_all
 from fedprism.models import architectures
 
 Scores = dict[str, dict[str, Score]]  # moment -> split
@@ -83,9 +84,9 @@ def launch_round(job: Job, state: State | None, down: State, slot: Me | None = N
     me = slot or open_slot(job)
     now = _enter(me, job, state, down)
     now = _train(me, job, now, method.passes)
-    with torch.no_grad():
-        upload = copied(method.upload(me, now))
     kept, figures = take(me.model), Figures()
+    with torch.no_grad():
+        upload = _uploaded(me.model, kept, method.upload(me, now))
     names, ends = finite_ends({**kept, **upload})
     finite = figures.add(ends)
     logged, counts = list(me.counts), list(me.counts.values())
@@ -172,13 +173,19 @@ def take(model: nn.Module) -> State:
     return copied(tensors(model))
 
 
-@torch.no_grad()
 def copied(state: State) -> State:
-    """Copies of tensors, all at once: on a GPU one kernel instead of one a leaf."""
-    copies = [torch.empty_like(tensor) for tensor in state.values()]
-    if copies:
-        torch._foreach_copy_(copies, [tensor.detach() for tensor in state.values()])
+    """Copies of tensors."""
+    copies = [torch.empty_like(tensor, requires_grad=False) for tensor in state.values()]
+    copy_all(copies, list(state.values()))
     return dict(zip(state, copies, strict=True))
+
+
+def _uploaded(model: nn.Module, kept: State, upload: State) -> State:
+    """Copies of what is uploaded; of the model's own leaves those that are kept, since states are never changed."""
+    leaf = {id(tensor): name for name, tensor in tensors(model).items()}
+    own = {name: kept[leaf[id(tensor)]] for name, tensor in upload.items() if id(tensor) in leaf}
+    rest = copied({name: tensor for name, tensor in upload.items() if name not in own})
+    return {name: own[name] if name in own else rest[name] for name in upload}
 
 
 @torch.no_grad()
@@ -187,11 +194,11 @@ def finite_ends(state: State) -> tuple[list[str], Tensor]:
     names = [name for name, tensor in state.items() if tensor.is_floating_point() and tensor.numel()]
     if not names:
         return names, torch.empty(0, dtype=torch.float64)
-    tensors = [state[name].detach() for name in names]
-    if tensors[0].device.type == "cuda":  # all leaves in a few kernels
-        return names, torch.stack(torch._foreach_norm(tensors, math.inf)).double()
+    floats = [state[name].detach() for name in names]
+    if floats[0].device.type == "cuda":  # all leaves in a few kernels
+        return names, torch.stack(torch._foreach_norm(floats, math.inf)).double()
     # The smallest and the largest value in one pass: both are NaN if any value is.
-    return names, torch.stack([low.double() + high.double() for low, high in map(torch.aminmax, tensors)])
+    return names, torch.stack([low.double() / 2 + high.double() / 2 for low, high in map(torch.aminmax, floats)])
 
 
 def first_not_finite(names: Sequence[str], ends: Sequence[float]) -> str | None:

@@ -14,7 +14,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -70,8 +70,11 @@ class Graphs:
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 work()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # of a recording that is spoilt; what spoilt it is what is told
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         finally:
             if collecting:
                 gc.enable()
@@ -260,7 +263,7 @@ class CudaGraphs:
     # --- measured ----------------------------------------------------------------------------------------------------
 
     def _probe(self) -> int:
-        """How many slots are fastest: the fewest that are within three percent of the best, by replaying recordings."""
+        """How many slots are fastest: the fewest that are within one percent of the best, by replaying recordings."""
         plays = []
         for slot in self.slots:
             longest = [found for me in slot.here.values() for found in me.replay.longest().values()]
@@ -270,19 +273,20 @@ class CudaGraphs:
         if len(counts) < 2:
             return self.most
         speeds = {n: self._speed(plays[:n]) for n in counts}
-        return next(n for n in counts if speeds[n] >= 0.97 * max(speeds.values()))
+        return next(n for n in counts if speeds[n] >= 0.99 * max(speeds.values()))
 
     def _speed(self, plays: list[tuple[Slot, tuple[int, Callable[[], None]]]]) -> float:
         """Steps a second of recordings that are replayed at once; what they do to the slots is forgotten."""
-        for turn in range(2):  # the first to warm up
+        turns = 5
+        for repeats in (1, turns):  # the first to warm up
             self._wait()
             begun = time.perf_counter()
-            for _ in range(1 + 2 * turn):
+            for _ in range(repeats):
                 for slot, (_, play) in plays:
                     with self._on(slot):
                         play()
             self._wait()
-        return 3 * sum(steps for _, (steps, _) in plays) / (time.perf_counter() - begun)
+        return turns * sum(steps for _, (steps, _) in plays) / (time.perf_counter() - begun)
 
     def _wait(self) -> None:
         if self.cuda:

@@ -41,7 +41,9 @@ class Figures:
         return slice(self.count - values.numel(), self.count)
 
     def tensor(self) -> Tensor:
-        return torch.cat(self.parts) if self.parts else torch.empty(0, dtype=torch.float64)
+        if len(self.parts) < 2:
+            return self.parts[0] if self.parts else torch.empty(0, dtype=torch.float64)
+        return torch.cat(self.parts)
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,9 @@ class Tally:
     def join(self, values: Tensor, names: list[str]) -> None:
         """Add what was counted elsewhere."""
         if self.values is None:
-            self.names, self.values = names, torch.zeros_like(values)
-        self.values.add_(values)
+            self.names, self.values = names, values.to(torch.float64, copy=True)
+        else:
+            self.values.add_(values)
 
     def clear(self) -> None:
         if self.values is not None:

@@ -16,7 +16,7 @@ from fedprism.errors import ConfigError
 def choose_device(name: str) -> torch.device:
     """`auto` is the GPU where there is one; a device that is not there is an error."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -27,7 +27,8 @@ def choose_device(name: str) -> torch.device:
         raise ConfigError(
             f"run.device is {name!r}, but PyTorch sees {torch.cuda.device_count()} GPUs; set run.device: cpu."
         )
-    return device
+    # With its number, as tensors name theirs: else nothing on it would seem to be there already.
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def choose_precision(name: str, device: torch.device) -> str:

@@ -152,6 +152,7 @@ class Replay:
     ) -> None:
         self.me, self.device, self.record, self.tell = me, device, recorder, tell
         self.compiler = compiler
+        self.large = sum(p.numel() for p in me.model.parameters()) > LARGE
         self.trainers: dict[Hashable, Trainer] = {}
         self.glances: dict[Hashable, tuple[Addresses, dict[int, Glance]]] = {}  # by batch
         self.failed: dict[str, str] = {}  # what cannot be recorded, and why
@@ -287,8 +288,7 @@ class Replay:
         """Steps of a stretch: a power of two, fewer where they are long or their images large."""
         dtype, shape = work.split.kind
         room = ROOM // (size * math.prod(shape) * dtype.itemsize * 5)  # as stored and as floats
-        large = sum(p.numel() for p in self.me.model.parameters()) > LARGE
-        return max(1, min(4 if large else STEPS, 1 << max(0, room.bit_length() - 1)))
+        return max(1, min(4 if self.large else STEPS, 1 << max(0, room.bit_length() - 1)))
 
     def _places(self) -> Addresses:
         """Where everything lies that a loss may read: a recording is of these addresses."""

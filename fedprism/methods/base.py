@@ -218,9 +218,9 @@ class Me:
 
     def clear_logs(self) -> None:
         """Forget what was logged; the sums stay where they are."""
-        if self.counts:
+        self.counts.clear()
+        if self.sums:
             torch._foreach_zero_(list(self.sums.values()))
-            self.counts.clear()
 
     def backward(self, loss: Tensor) -> None:
         """Gradients of a loss; what they start from is made once, not in every step."""
