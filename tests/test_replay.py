@@ -15,6 +15,7 @@ from fedprism.engines.client import make_info
 from fedprism.engines.cuda_graphs import CudaGraphs
 from fedprism.engines.inprocess import InProcess
 from fedprism.engines.loop import Loop, make_loop
+from fedprism.engines.shelf import Arena
 from fedprism.errors import ConfigError
 from fedprism.federation import Federation, make_federation
 from fedprism.methods import METHODS, make
@@ -124,7 +125,7 @@ def test_states_that_do_not_fit_are_kept_on_the_host(unequal: Federation, monkey
     config = structure({**RAW, "clients": {"participation": 0.5}}, Config)
     one, _ = trained(InProcess, METHODS["ditto"](), config, unequal)
     two, _ = trained(CudaGraphs, METHODS["ditto"](), config, unequal)
-    assert two.engine.data.bytes == 0  # type: ignore[attr-defined]
+    assert not two.engine.data.fits  # type: ignore[attr-defined]
     assert all(same(one.states[client], two.states[client]) for client in unequal.names)
 
 
@@ -215,3 +216,35 @@ def test_the_compiler_itself_takes_a_step(unequal: Federation) -> None:
     two, _ = trained(CudaGraphs, METHODS["fedavg"](), replace(config, run=replace(config.run, compile=True)), unequal)
     for name, tensor in one.server.items():
         assert torch.allclose(tensor, two.server[name], rtol=1e-3, atol=1e-4), name
+
+
+def test_pinned_memory_is_taken_in_chunks_and_used_again() -> None:
+    arena = Arena(CPU)
+    first = arena.take(3)
+    second = arena.take(Arena.SIZE)  # does not fit beside the first
+    third = arena.take(2 * Arena.SIZE)  # larger than a chunk
+    for numbers, value in ((first, 1), (second, 2), (third, 3)):
+        numbers.fill_(value)
+    assert [int(numbers.unique()) for numbers in (first, second, third)] == [1, 2, 3]
+    arena.reset()
+    assert arena.take(3).data_ptr() == first.data_ptr()
+    assert len(arena.chunks) == 3
+
+
+def test_a_pass_over_public_images_and_one_with_its_own_batch_are_recorded(unequal: Federation) -> None:
+    @dataclass(frozen=True)
+    class Several(Method):
+        def passes(self, me: Me, now: Now) -> list[Pass]:
+            return [
+                Pass(self.loss, "public", data="public", epochs=1, steps=3),
+                Pass(self.loss, "own", batch=5, stream="own", optimizer={"lr": 0.01}),
+                Pass(self.loss, "checked", data="validation", least=1),
+            ]
+
+    data = {**RAW["data"], "public": 30}
+    config = structure({**RAW, "data": data}, Config)
+    federation = make_federation(config.data, 0)
+    one, _ = trained(InProcess, Several(), config, federation)
+    two, _ = trained(CudaGraphs, Several(), config, federation)
+    assert two.engine.reasons == {}  # type: ignore[attr-defined]
+    assert same(one.server, two.server)

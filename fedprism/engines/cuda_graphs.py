@@ -13,7 +13,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -35,9 +35,10 @@ from fedprism.engines.compiled import Compiler
 from fedprism.engines.evaluate import Launched
 from fedprism.engines.inprocess import ENGINES, Request
 from fedprism.engines.replay import Recorder, Replay, again
+from fedprism.engines.shelf import Arena, Data, Shelf
 from fedprism.engines.wire import size
 from fedprism.errors import ConfigError
-from fedprism.federation import ClientData, Federation
+from fedprism.federation import Federation
 from fedprism.methods.base import Info, Me, Method, State
 from fedprism.models import Arch
 
@@ -99,6 +100,7 @@ class Slot:
 
     stream: Any  # torch.cuda.Stream
     recorder: Recorder
+    shelf: Shelf | None  # for its client's data, where not all data fit on the device
     here: dict[Arch, Me] = field(default_factory=dict)
 
 
@@ -112,7 +114,7 @@ class CudaGraphs:
         self, method: Method, config: Config, info: Info, federation: Federation, device: torch.device
     ) -> None:
         self.method, self.config, self.info, self.device = method, config, info, device
-        self.clients, self.public = federation.clients, federation.public.to(device)
+        self.clients = federation.clients
         self.tell: Callable[[int, int], None] = lambda done, of: None
         self.say: Callable[[str], None] = lambda text: None
         self.cuda = device.type == "cuda"
@@ -124,7 +126,7 @@ class CudaGraphs:
         self.compiler = Compiler(device, self._compiling) if config.run.compile is True else None
         free = torch.cuda.mem_get_info(device)[0] if self.cuda else 2**62
         self.room = int(SHARE * free)
-        self.data = OnDevice(federation, device, self.room)
+        self.data, self.arena = Data(federation, device, self.room), Arena(device)
 
     def train(self, round: int, requests: Mapping[str, Request]) -> dict[str, Result | Failure]:
         if self.trained == 1 and self.config.run.slots == "auto":
@@ -156,6 +158,8 @@ class CudaGraphs:
         """Launch every client in a slot, largest first, each where there is least to do; read all answers together."""
         launched: dict[str, Launched[T]] = {}
         self.data.fetch(requests)
+        self.arena.reset()
+        self.before = torch.cuda.memory_allocated(self.device) if self.cuda else 0
         while len(self.slots) < min(self.most, len(requests)):
             self.slots.append(self._open())
         self._begin()
@@ -164,17 +168,18 @@ class CudaGraphs:
         while waiting:
             client = waiting[0]
             place = min(range(len(self.slots)), key=loads.__getitem__)
-            job = Job(self.method, self.config, self.info, self.data[client], round, self.device, self.public)
+            slot, request = self.slots[place], requests[client]
             try:
-                with self._on(self.slots[place]):
-                    request = requests[client]
-                    launched[client] = launch(job, request.state, request.down, self._me(self.slots[place], job))
+                with self._on(slot):
+                    data = self.data.at(client, slot.shelf)
+                    job = Job(self.method, self.config, self.info, data, round, self.device, self.data.public)
+                    launched[client] = launch(job, request.state, request.down, self._me(slot, job))
             except torch.OutOfMemoryError as error:
                 self._fewer(error)
                 continue
             loads[place] += len(self.clients[client].train)
             waiting.pop(0)
-            if len(launched) == 1 and len(self.slots[place].here) == 1:
+            if len(launched) == 1:
                 self._fit_memory()
             self.tell(len(launched), len(requests))
         self._join()
@@ -182,13 +187,14 @@ class CudaGraphs:
 
     def _open(self) -> Slot:
         stream: Any = torch.cuda.Stream
-        return Slot(stream(self.device), Graphs(self.seconds)) if self.cuda else Slot(None, again)
+        shelf = self.data.own_shelf()
+        return Slot(stream(self.device), Graphs(self.seconds), shelf) if self.cuda else Slot(None, again, shelf)
 
     def _me(self, slot: Slot, job: Job) -> Me:
         arch = self.info.arch_of(job.data.name)
         if arch not in slot.here:
             me = open_slot(job)
-            me.replay = Replay(me, self.device, slot.recorder, self._not_recorded, self.compiler)
+            me.replay = Replay(me, self.device, slot.recorder, self.arena, self._not_recorded, self.compiler)
             slot.here[arch] = me
         return slot.here[arch]
 
@@ -208,7 +214,7 @@ class CudaGraphs:
         if not self.cuda or self.trained or self.config.run.slots != "auto":
             return
         torch.cuda.synchronize(self.device)
-        one = max(1, torch.cuda.memory_allocated(self.device) - self.data.bytes)
+        one = max(1, torch.cuda.memory_allocated(self.device) - self.before)
         free = torch.cuda.mem_get_info(self.device)[0]
         self.most = max(1, min(self.most, 1 + int(0.8 * free / one)))
         del self.slots[self.most :]
@@ -325,35 +331,3 @@ def read_all(launched: Mapping[str, Launched[T]]) -> dict[str, T]:
         answers[client] = each.read(values[begin : begin + length])
         begin += length
     return answers
-
-
-class OnDevice:
-    """Clients' data on the device, as stored (uint8): all of it where it fits, else that of the last clients."""
-
-    def __init__(self, federation: Federation, device: torch.device, room: int) -> None:
-        self.clients, self.device, self.room = federation.clients, device, room
-        self.held: dict[str, ClientData] = {}
-        self.bytes = 0
-
-    def __getitem__(self, client: str) -> ClientData:
-        return self.held[client]
-
-    def fetch(self, wanted: Collection[str]) -> None:
-        """Before a round: what it needs comes, and what it does not need goes where there is too much."""
-        for client in wanted:
-            if client not in self.held:
-                self.held[client] = self.clients[client].to(self.device)
-                self.bytes += _bytes(self.held[client])
-        for client in [name for name in self.held if name not in wanted]:
-            if self.bytes <= self.room:
-                return
-            self.bytes -= _bytes(self.held.pop(client))
-
-    def clear(self) -> None:
-        self.held.clear()
-        self.bytes = 0
-
-
-def _bytes(data: ClientData) -> int:
-    sizes = ((len(split), split.kind) for split in (data.train, data.validation, data.test))
-    return sum(count * (torch.Size(shape).numel() * dtype.itemsize + 8) for count, (dtype, shape) in sizes)

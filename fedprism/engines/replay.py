@@ -28,6 +28,7 @@ from fedprism.engines.compiled import Compiler, Step, Untraceable, everything, s
 from fedprism.engines.evaluate import Examine, Part, Purpose, Tally, eagerly, look, parts
 from fedprism.engines.noise import BLOCK, Noise, keyed_draw
 from fedprism.engines.passes import Epoch, Work, fit, inputs, make_optimizer
+from fedprism.engines.shelf import Arena, Placed, Shelf
 from fedprism.errors import FedprismError
 from fedprism.federation import Split
 from fedprism.methods.base import Draw, Me
@@ -91,10 +92,8 @@ def watching() -> AbstractContextManager[Any]:
 
 @dataclass
 class Stretch:
-    """A recording of some training steps, and the places that it reads."""
+    """A recording of some training steps, and the places of the noise that it reads."""
 
-    x: Tensor  # [steps x batch, ...] as stored
-    y: Tensor  # [steps x batch]
     noises: tuple[Places, Places]  # of the loss, and of the changes to images
     logged: dict[str, int] = field(default_factory=dict)  # values that one replay logs, by name
     play: Callable[[], None] | None = None
@@ -108,6 +107,7 @@ class Trainer:
     places: Addresses  # of all that its recordings may read
     trained: list[nn.Parameter]
     optimizer: torch.optim.Optimizer
+    order: Tensor  # int64: how many rows of the epoch are through, then the epoch's rows on the shelf
     stretches: dict[tuple[int, int], Stretch] = field(default_factory=dict)  # (steps, batch)
 
     def state(self) -> list[Tensor]:
@@ -130,9 +130,7 @@ class Trainer:
 class Glance:
     """A recording of one batch of an evaluation."""
 
-    x: Tensor
-    y: Tensor
-    count: Tensor  # int64: rows that count
+    where: Tensor  # int64 [2]: the first row on the shelf, and how many rows count
     noises: Places
     tally: Tally
     spreads: Mapping[str, Tensor] = field(default_factory=dict)
@@ -147,11 +145,12 @@ class Replay:
         me: Me,
         device: torch.device,
         recorder: Recorder,
-        tell: Callable[[str, str], None] = lambda name, why: None,
+        arena: Arena,
+        tell: Callable[[str, str], None],
         compiler: Compiler | None = None,
     ) -> None:
         self.me, self.device, self.record, self.tell = me, device, recorder, tell
-        self.compiler = compiler
+        self.arena, self.compiler = arena, compiler
         self.large = sum(p.numel() for p in me.model.parameters()) > LARGE
         self.trainers: dict[Hashable, Trainer] = {}
         self.glances: dict[Hashable, tuple[Addresses, dict[int, Glance]]] = {}  # by batch
@@ -166,23 +165,35 @@ class Replay:
             return fit(work, epochs)
         if not self._hashable(work):
             return self._eagerly(work, epochs, "its loss is made anew in every round, so it cannot be known again")
-        trainer = self._trainer(work)
+        split = work.split
+        assert isinstance(split, Placed)
+        trainer = self._trainer(work, split)
         trainer.reset(work.rate)
         steps, change = 0, work.change
         for number, epoch in enumerate(epochs):
-            noises, order, begin = work.noises(number), self._onto_device(epoch.order), 0
+            noises, begin = work.noises(number), 0
+            self._send(trainer.order, epoch.order, split.begin)
             for step, count, size in stretches(epoch.sizes, self._most(work, epoch.sizes[0])):
-                rows = order[begin : begin + count * size]
-                begin += count * size
                 stretch = trainer.stretches.get((count, size))
                 if stretch is None and len(trainer.stretches) < RARE:
                     try:
-                        stretch = self._record(work, trainer, change, rows, (count, size))
+                        stretch = self._record(work, trainer, change, split.shelf, (count, size))
                     except Waits as why:
                         return self._eagerly(work, epochs, str(why))
-                self._run(work, trainer, change, stretch, rows, (step, count, size), noises)
+                if stretch is None:
+                    self._step_by_step(work, trainer, change, epoch.order[begin : begin + count * size], step, noises)
+                else:
+                    self._play(stretch, step, noises)
+                begin += count * size
                 steps += count
         return steps
+
+    def _send(self, place: Tensor, order: Tensor, begin: int) -> None:
+        """The rows of an epoch on the shelf, and that none of them is through."""
+        host = self.arena.take(1 + len(order))
+        host[0] = 0
+        torch.add(order, begin, out=host[1:])
+        place[: len(host)].copy_(host, non_blocking=True)
 
     def _eagerly(self, work: Work, epochs: list[Epoch], why: str) -> int:
         """Step by step, from now on: nothing was trained yet, since the first stretch is recorded before it runs."""
@@ -190,56 +201,50 @@ class Replay:
         self.tell(work.each.name, why)
         return fit(work, epochs)
 
-    def _run(
-        self,
-        work: Work,
-        trainer: Trainer,
-        change: Any,
-        stretch: Stretch | None,
-        rows: Tensor,
-        place: tuple[int, int, int],
-        noises: tuple[Noise, Noise],
+    def _step_by_step(
+        self, work: Work, trainer: Trainer, change: Any, rows: Tensor, step: int, noises: tuple[Noise, Noise]
     ) -> None:
-        step, _, size = place
-        if stretch is None or stretch.play is None:
-            work.prepare()
-            for i, some in enumerate(torch.split(rows, size), start=step):
-                x = inputs(change(work.split.batch(some), noises[1].at(i)), work.config)
-                work.step(trainer.trained, trainer.optimizer, x, work.split.y[some], noises[0].at(i))
-            return
-        work.split.gather(rows, stretch.x, stretch.y)
+        """A batch whose size is rare; what is recorded goes on after it."""
+        work.prepare()
+        rows = rows.to(self.device)
+        x = inputs(change(work.split.batch(rows), noises[1].at(step)), work.config)
+        work.step(trainer.trained, trainer.optimizer, x, work.split.y[rows], noises[0].at(step))
+        trainer.order[0].add_(len(rows))
+
+    def _play(self, stretch: Stretch, step: int, noises: tuple[Noise, Noise]) -> None:
         for noise, places in zip(noises, stretch.noises, strict=True):
             for (name, _), out in places.items():
                 noise.fill(name, out, step)
+        assert stretch.play is not None
         stretch.play()
         for name, values in stretch.logged.items():
             self.me.counts[name] = self.me.counts.get(name, 0) + values
 
-    def _trainer(self, work: Work) -> Trainer:
-        key, places = _of_pass(work), self._places()
+    def _trainer(self, work: Work, split: Placed) -> Trainer:
+        key, places = _of_pass(work), {**self._places(), ("shelf", ""): split.shelf.x.data_ptr()}
         trainer = self.trainers.get(key)
-        if trainer is None or not _there(trainer.places, places):
+        if trainer is None or not _there(trainer.places, places) or len(split) >= len(trainer.order):
             trained = work.prepare()
             optimizer = make_optimizer(work.settings, trained, work.rate)
-            trainer = self.trainers[key] = Trainer(work.each.name, places, trained, optimizer)
+            order = torch.zeros(1 + max(len(split), split.shelf.longest), dtype=torch.int64, device=self.device)
+            trainer = self.trainers[key] = Trainer(work.each.name, places, trained, optimizer, order)
         return trainer
 
-    def _record(self, work: Work, trainer: Trainer, change: Any, rows: Tensor, shape: tuple[int, int]) -> Stretch:
+    def _record(self, work: Work, trainer: Trainer, change: Any, shelf: Shelf, shape: tuple[int, int]) -> Stretch:
         """Run one step to see that it can be recorded, put everything back, and record."""
-        me, (count, size) = self.me, shape
-        dtype, of_one = work.split.kind
-        stretch = Stretch(
-            torch.empty(count * size, *of_one, dtype=dtype, device=self.device),
-            torch.empty(count * size, dtype=work.split.y.dtype, device=self.device),
-            ({}, {}),
-        )
-        work.split.gather(rows, stretch.x, stretch.y)
+        me, (count, size), order = self.me, shape, trainer.order
+        stretch = Stretch(({}, {}))
+        ahead = torch.arange(count * size, device=self.device)
+        plain = work.config.data.augment == "none" or work.each.data != "train"
         step: Any = None
 
         def some(steps: int) -> None:
             work.prepare()
             noise, changes = (_Placed(places, count, self.device) for places in stretch.noises)
-            x, plain = stretch.x, work.config.data.augment == "none" or work.each.data != "train"
+            # Modulo the length: whoever replays it without a client finds rows, too.
+            rows = order.index_select(0, 1 + torch.remainder(ahead + order[0], len(order) - 1))
+            x, y = shelf.x.index_select(0, rows), shelf.y.index_select(0, rows)
+            order[0].add_(count * size)
             if plain:  # image by image, so it is the same for all batches at once
                 x = inputs(x, work.config)
             with nullcontext() if step is None else step.stretch():
@@ -247,9 +252,9 @@ class Replay:
                     batch = slice(i * size, (i + 1) * size)
                     images = x[batch] if plain else inputs(change(x[batch], changes.at(i)), work.config)
                     if step is not None:
-                        step(images, stretch.y[batch], noise.at(i))
+                        step(images, y[batch], noise.at(i))
                     else:
-                        work.step(trainer.trained, trainer.optimizer, images, stretch.y[batch], noise.at(i))
+                        work.step(trainer.trained, trainer.optimizer, images, y[batch], noise.at(i))
 
         with _PutBack(me, trainer), nullcontext() if trainer.stretches else watching():
             some(1)
@@ -258,7 +263,7 @@ class Replay:
             and size == (work.each.batch or work.config.train.batch)
             and work.each.step is None
         ):
-            step = self._compiled(work, trainer, stretch, size)
+            step = self._compiled(work, trainer, stretch, shelf, size)
             with _PutBack(me, trainer):
                 some(1)
         counts = dict(me.counts)
@@ -272,14 +277,13 @@ class Replay:
         trainer.stretches[shape] = stretch
         return stretch
 
-    def _compiled(self, work: Work, trainer: Trainer, stretch: Stretch, size: int) -> Step | None:
+    def _compiled(self, work: Work, trainer: Trainer, stretch: Stretch, shelf: Shelf, size: int) -> Step | None:
         """The compiled step of this pass, or None where it cannot be compiled."""
         assert self.compiler is not None
-        noises = list(stretch.noises[0])
+        noises, rows = list(stretch.noises[0]), trainer.order[1 : 1 + size]
         key = (_of_pass(work), size, tuple(noises), tuple(self.me.sums))
-        x = inputs(stretch.x, work.config)[:size]
         try:
-            return self.compiler.step(key, work, trainer, noises, (x, stretch.y[:size]))
+            return self.compiler.step(key, work, trainer, noises, (inputs(shelf.x[rows], work.config), shelf.y[rows]))
         except Untraceable as why:
             self.tell(f"{work.each.name} (compiled)", str(why))
             return None
@@ -301,11 +305,6 @@ class Replay:
             return False
         return len(self.trainers) < 64
 
-    def _onto_device(self, rows: Tensor) -> Tensor:
-        if self.device.type != "cuda":
-            return rows.to(self.device)
-        return rows.pin_memory().to(self.device, non_blocking=True)
-
     def longest(self) -> dict[str, tuple[int, Callable[[], None]]]:
         """Of each pass its longest recording: its steps, and what replays it."""
         found: dict[str, tuple[int, Callable[[], None]]] = {}
@@ -322,13 +321,14 @@ class Replay:
     ) -> Iterator[tuple[Mapping[str, Tensor], int]]:
         """Every batch of an evaluation, counted in `tally`; what is spread over images, and how many rows of it."""
         used: list[Glance] = []
+        assert isinstance(split, Placed)
         key = (known(examine), tally.classes, split.kind)
-        held, places = self.glances.get(key), self._places()
+        held, places = self.glances.get(key), {**self._places(), ("shelf", ""): split.shelf.x.data_ptr()}
         glances = held[1] if held is not None and _there(held[0], places) else {}
         self.glances[key] = (places, glances)
         for step, part in enumerate(parts(split)):
             if part.size not in glances:
-                glances[part.size] = self._glance(examine, config, split, part, tally)
+                glances[part.size] = self._glance(examine, config, split, part, tally.classes)
             glance = glances[part.size]
             if glance.play is None:
                 yield eagerly(examine, self.me.model, split, config, purpose, tally, step, part)
@@ -343,23 +343,18 @@ class Replay:
             assert glance.tally.values is not None
             tally.join(glance.tally.values, glance.tally.names)
 
-    def _fill(self, glance: Glance, split: Split, part: Part, purpose: Purpose, step: int) -> None:
-        split.stretch(part.begin, part.count, glance.x, glance.y)
-        glance.count.fill_(part.count)
+    def _fill(self, glance: Glance, split: Placed, part: Part, purpose: Purpose, step: int) -> None:
+        host = self.arena.take(2)
+        host[0], host[1] = split.begin + part.begin, part.count
+        glance.where.copy_(host, non_blocking=True)
         draw = keyed_draw(self.device, *purpose, step)
         for (name, shape), place in glance.noises.items():
             place.copy_(draw(name, *shape))
 
-    def _glance(self, examine: Examine, config: Config, split: Split, part: Part, tally: Tally) -> Glance:
-        dtype, of_one = split.kind
-        glance = Glance(
-            torch.zeros(part.size, *of_one, dtype=dtype, device=self.device),
-            torch.zeros(part.size, dtype=split.y.dtype, device=self.device),
-            torch.zeros((), dtype=torch.int64, device=self.device),
-            {},
-            Tally(tally.classes),
-        )
-        rows = torch.arange(part.size, device=self.device)
+    def _glance(self, examine: Examine, config: Config, split: Placed, part: Part, classes: int) -> Glance:
+        glance = Glance(torch.zeros(2, dtype=torch.int64, device=self.device), {}, Tally(classes))
+        ahead, shelf = torch.arange(part.size, device=self.device), split.shelf
+        glance.where.copy_(torch.tensor([split.begin + part.begin, part.count]))
 
         def draw(name: str, *shape: int) -> Tensor:
             if (name, shape) not in glance.noises:
@@ -368,7 +363,9 @@ class Replay:
 
         def once() -> None:
             self.me.model.eval()
-            batch = (glance.x, glance.y, rows < glance.count)
+            first, count = glance.where
+            rows = first + torch.minimum(ahead, count - 1)
+            batch = (shelf.x.index_select(0, rows), shelf.y.index_select(0, rows), ahead < count)
             glance.spreads = look(examine, self.me.model, config, batch, draw, glance.tally).spreads
 
         try:
@@ -388,7 +385,8 @@ class _PutBack:
         self.me, self.trainer = me, trainer
 
     def __enter__(self) -> None:
-        self.tensors = [*everything(self.me).values(), *self.me.sums.values(), *self.trainer.state()]
+        held = (*self.me.sums.values(), *self.trainer.state(), self.trainer.order)
+        self.tensors = [*everything(self.me).values(), *held]
         self.counts, self.copies = dict(self.me.counts), [tensor.clone() for tensor in self.tensors]
 
     @torch.no_grad()

@@ -66,17 +66,6 @@ class Split:
         """The images of these rows alone."""
         return self._source[rows if self._rows is None else self._rows[rows]]
 
-    def gather(self, rows: Tensor, x: Tensor, y: Tensor) -> None:
-        """Write the images and labels of these rows into `x` and `y`, where a captured step reads them."""
-        torch.index_select(self._source, 0, rows if self._rows is None else self._rows[rows], out=x)
-        torch.index_select(self.y, 0, rows, out=y)
-
-    def stretch(self, begin: int, count: int, x: Tensor, y: Tensor) -> None:
-        """Write so many images and labels from `begin` on into the first places of `x` and `y`."""
-        rows = slice(begin, begin + count)
-        x[:count].copy_(self._source[rows] if self._rows is None else self._source[self._rows[rows]])
-        y[:count].copy_(self.y[rows])
-
     def parts(self, size: int) -> Iterator[Tensor]:
         """All images in order, so many at a time."""
         for rows in torch.split(torch.arange(len(self), device=self.y.device), size):
