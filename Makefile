@@ -43,7 +43,7 @@ lint: $(VENV)/.installed-dev
 docs: $(VENV)/.installed-dev
 	$(BIN)/mkdocs build --strict
 
-bench: $(VENV)/.installed
+bench: $(VENV)/.installed  ## some minutes: engines beside a plain loop, into benchmarks/results
 	$(BIN)/fedprism bench --quick
 	$(BIN)/python benchmarks/subspace_update.py
 

@@ -59,7 +59,8 @@ def resolve(config: Config, given: Method | None = None) -> Config:
     if config.run.engine != "auto":
         check_engine(config.run.engine, device)
     choose_precision(config.run.precision, device)
-    run = replace(config.run, compile=settle(config.run.compile, config.train.rounds, device))
+    compiled = settle(config.run.compile, config.train.rounds, device, config.run.engine)
+    run = replace(config.run, compile=compiled)
     if "test" not in config.evaluate.splits:
         raise ConfigError(f"evaluate.splits is {list(config.evaluate.splits)}; the test part must be in it.")
     moments = tuple(dict.fromkeys((*config.evaluate.moments, method.moment)))

@@ -262,6 +262,7 @@ def compare(
         from fedprism import api
         from fedprism.methods import find
         from fedprism.records import run_status
+        from fedprism.report.table import TOO_MANY
 
         _check(protocol)
         base = _read(config, settings or [], None)
@@ -288,7 +289,7 @@ def compare(
         if runs:
             result = _table(runs, protocol)
             _write(folder / "comparison.csv", result.csv())
-            _write(folder / "comparison.md", result.markdown(clients=True))
+            _write(folder / "comparison.md", result.markdown(clients=len(result.clients) <= TOO_MANY or None))
             page = _report(folder, runs, protocol)
             _print_table(result)
             _next(("figures", str(folder / "comparison.csv")), ("curves, images and settings", str(page)))
@@ -931,6 +932,7 @@ def _common(paths: Sequence[Path]) -> Path:
 
 def _listed(what: Kind) -> tuple[list[str], list[list[str]]]:
     """The header and the rows of `fedprism list`."""
+    import fedprism.engines.choose  # noqa: F401 - registers every engine
     from fedprism.data import DATASETS
     from fedprism.engines.inprocess import ENGINES
     from fedprism.federation import PARTITIONS

@@ -21,7 +21,7 @@ from fedprism.methods import METHODS
 from fedprism.records import RunDirectory, read_run
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "digits-skew.yaml"
-COMMANDS = ("demo", "run", "compare", "resume", "show", "list", "explain")
+COMMANDS = ("demo", "run", "compare", "resume", "show", "list", "explain", "bench")
 TINY = """
 data: {name: digits-skew, partition: {name: domain, clients: 2}, samples: 20}
 method: {name: fedprox, mu: 0.5}

@@ -206,6 +206,9 @@ def test_nothing_is_compiled_on_a_cpu(asked: Any, rounds: int, settled: bool) ->
     assert compiled.settle(asked, rounds, CPU) is settled
     with pytest.raises(ConfigError, match="which is for a GPU"):
         compiled.settle(True, rounds, CPU)
+    with pytest.raises(ConfigError, match="which is for cuda-graphs"):
+        compiled.settle(True, rounds, torch.device("cuda"), "inprocess")
+    assert compiled.settle("auto", rounds, torch.device("cuda"), "inprocess") is False
 
 
 @pytest.mark.slow

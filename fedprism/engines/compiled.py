@@ -29,6 +29,7 @@ from fedprism.errors import ConfigError, FedprismError
 from fedprism.methods.base import Draw, Me
 from fedprism.methods.leaves import Place, places
 
+ENGINE = "cuda-graphs"  # whose steps are compiled
 LONG = 50  # rounds from which on compiling, which takes a minute or two, is chosen by `auto`
 SMALL = 8_000_000  # numbers of a convolution's unfolded input up to which it becomes a matrix product
 BETAS, EPSILON = (0.9, 0.999), 1e-8  # torch.optim.Adam's
@@ -389,11 +390,14 @@ def _updated(
     return [parameter - rate * grad]
 
 
-def settle(asked: bool | str, rounds: int, device: torch.device) -> bool:
+def settle(asked: bool | str, rounds: int, device: torch.device, engine: str = "auto") -> bool:
     """Is the step compiled? `auto`: on a GPU with Triton, in runs that are long enough to pay for it."""
     triton = importlib.util.find_spec("triton") is not None
+    other = engine not in ("auto", ENGINE)
     if asked == "auto":
-        return device.type == "cuda" and triton and rounds >= LONG
+        return device.type == "cuda" and triton and rounds >= LONG and not other
+    if asked and other:
+        raise ConfigError(f"run.compile is true, which is for {ENGINE}, and run.engine is {engine}; drop one of them.")
     if asked and device.type != "cuda":
         raise ConfigError("run.compile is true, which is for a GPU, and this is a CPU; set it to false or auto.")
     if asked and not triton:

@@ -31,7 +31,7 @@ from fedprism.engines.client import (
     launch_round,
     open_slot,
 )
-from fedprism.engines.compiled import Compiler
+from fedprism.engines.compiled import ENGINE, Compiler
 from fedprism.engines.evaluate import Launched
 from fedprism.engines.inprocess import ENGINES, Request
 from fedprism.engines.replay import Recorder, Replay, again
@@ -45,7 +45,7 @@ from fedprism.models import Arch
 T = TypeVar("T")
 log = logging.getLogger("fedprism")
 
-NAME = "cuda-graphs"
+NAME = ENGINE
 
 MOST_SLOTS = 24  # more gave nothing on the GPU that was measured
 PROBED = (1, 2, 4, 8, 12, 16, 20)  # numbers of slots that are tried, beside all

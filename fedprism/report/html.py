@@ -99,6 +99,8 @@ def _curves(records: Sequence[RunRecord], protocol: Protocol) -> str:
     band = "; the band is one standard deviation over seeds" if seeds > 1 else ""
     part = f" of the path {protocol.path} by itself" if protocol.path else ""
     note = f"Test accuracy{part}, {over}, {moment}{band}. The number behind a name is that of the last round."
+    if any(record.config.evaluate.clients == "participants" for record in records):
+        note += " A client that was not tested in a round counts with its latest test."
     return f'<figure>{figures.curves_svg(records, protocol)}</figure>\n<p class="note">{escape(note)}</p>'
 
 
@@ -107,8 +109,9 @@ def _gains(result: Table) -> str:
     if not drawn:
         return ""
     note = "Points above (blue) or below (orange) what the client reaches alone, under the protocol of the table."
-    if (every := figures.every_bar(len(result.clients))) > 1:
-        note += f" Of {len(result.clients):,} clients in the order of their gain, about every {every}th is drawn."
+    count = max((len(row.gains) for row in result.rows), default=0)
+    if (every := figures.every_bar(count)) > 1:
+        note += f" Of {count:,} clients in the order of their gain, about every {every}th is drawn."
     return f'<figure>{drawn}</figure>\n<p class="note">{escape(note)}</p>'
 
 
