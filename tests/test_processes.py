@@ -5,14 +5,17 @@ Starting a worker takes seconds, so tests of what workers compute hand the same 
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -421,44 +424,136 @@ def program(method: str = '"fedavg"', rounds: int = 1, workers: int = 1) -> str:
     return TRAINS.replace("METHOD", method).replace("ROUNDS", str(rounds)).replace("WORKERS", str(workers))
 
 
-def training(*command: str, stdin: str | None = None) -> tuple[subprocess.Popen[str], list[int]]:
+@contextmanager
+def training(*command: str, stdin: str | None = None) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A program that trains for ever, in a process group of its own, and its workers, when it has done a round."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.PIPE}
-    process = subprocess.Popen([sys.executable, *command], **pipes, text=True, start_new_session=True)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(stdin or "")
-    process.stdin.close()
-    for line in process.stdout:
-        if line == "round 1\n":
-            break
-    workers = workers_of(process.pid)
-    if not workers:
-        process.kill()
-        pytest.fail(f"there are no workers: {process.communicate()[1]}")
-    return process, workers
+    process = subprocess.Popen(
+        [sys.executable, *command], **pipes, text=True, start_new_session=True, preexec_fn=hears_ctrl_c
+    )
+    try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(stdin or "")
+        process.stdin.close()
+        for line in process.stdout:
+            if line == "round 1\n":
+                break
+        workers = workers_of(process.pid)
+        assert workers, process.stderr and process.stderr.read()
+        yield process, workers
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def hears_ctrl_c() -> None:
+    """A program that a shell script starts with `&` does not, nor does whatever it starts: tests run so, too."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_ctrl_c_ends_a_script_and_its_workers(tmp_path: Path) -> None:
     """As a terminal does it: to the whole group. The script has no `if __name__ == "__main__"`."""
     (tmp_path / "script.py").write_text(program(rounds=10**6, workers=2))
-    process, workers = training(str(tmp_path / "script.py"))
-    assert len(workers) == 2
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(60) == -signal.SIGINT
-    assert not any(map(alive, workers))
-    assert process.stderr is not None
-    said = process.stderr.read()
+    with training(str(tmp_path / "script.py")) as (process, workers):
+        assert len(workers) == 2
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(60) == -signal.SIGINT
+        assert not any(map(alive, workers))
+        assert process.stderr is not None
+        said = process.stderr.read()
     assert said.count("Traceback") == 1  # the script's own: workers say nothing
     assert said.endswith("KeyboardInterrupt\n")
 
 
 def test_workers_end_when_their_parent_is_killed() -> None:
     """The program comes from stdin."""
-    process, workers = training("-", stdin=program(rounds=10**6))
-    process.kill()
-    assert process.wait(60) == -signal.SIGKILL
-    assert gone(workers)
+    with training("-", stdin=program(rounds=10**6)) as (process, workers):
+        process.kill()
+        assert process.wait(60) == -signal.SIGKILL
+        assert gone(workers)
+
+
+def test_ctrl_c_at_any_moment_of_a_start(tiny: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while a worker is being started: as long as the exception is held, as a notebook does, none is left."""
+    config, method = structure({"run": {"workers": 2}}, Config), fp.FedAvg()
+    info = make_info(config, tiny.names, tiny.classes, tiny.shape)
+    make_process, others = processes._process, set(workers_of(os.getpid()))
+
+    def interrupted(*args: Any) -> subprocess.Popen[bytes]:
+        made = make_process(*args)
+        signal.raise_signal(signal.SIGINT)
+        return made
+
+    class Second(Processes):
+        """Ctrl-C when the second worker has just been started, and a process exists."""
+
+        def _greet(self, hand: processes.Hand) -> None:
+            super()._greet(hand)
+            monkeypatch.setattr(processes, "_process", interrupted)
+
+    engine = Second(method, config, info, tiny, CPU)
+    loop = loop_for(method, config, tiny, engine)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    files = open_files()
+    try:
+        with pytest.raises(KeyboardInterrupt) as held:
+            engine.train(0, {client: loop._request(client, loop.now(0)) for client in tiny.names})
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert set(workers_of(os.getpid())) <= others
+    assert not engine.pool
+    del held
+    assert open_files() == files
+
+
+def test_a_second_ctrl_c_while_workers_end(tiny: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it leaves undone is done by whoever closes next: the loop, or the end of the process."""
+    config, method = structure({"run": {"workers": 2}}, Config), fp.FedAvg()
+    info = make_info(config, tiny.names, tiny.classes, tiny.shape)
+    others, files = set(workers_of(os.getpid())), open_files()
+    engine = Processes(method, config, info, tiny, CPU)
+    engine._start()
+    engine._start()
+    wait = subprocess.Popen.wait
+
+    def interrupted(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        monkeypatch.setattr(subprocess.Popen, "wait", wait)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
+    engine.close()
+    assert not engine.pool
+    assert set(workers_of(os.getpid())) <= others
+    assert open_files() == files
+
+
+@dataclass(frozen=True)
+class Leaves(fp.FedAvg):
+    """Leaves a thread that never ends, and something to be done when the process ends."""
+
+    file: str = ""
+
+    def start(self, me: Me, now: Now) -> None:
+        threading.Thread(target=time.sleep, args=(10**6,)).start()
+        atexit.register(Path(self.file).touch)
+        print("said", end="")
+
+
+def test_what_a_method_leaves_does_not_keep_its_worker(tiny: Federation, tmp_path: Path) -> None:
+    config = structure({"train": {"rounds": 1}, "run": {"workers": 1}}, Config)
+    method = Leaves(file=str(tmp_path / "done"))
+    info = make_info(config, tiny.names, tiny.classes, tiny.shape)
+    engine = Processes(method, config, info, tiny, CPU)
+    loop = loop_for(method, config, tiny, engine)
+    engine.train(0, {client: loop._request(client, loop.now(0)) for client in tiny.names})
+    (hand,) = engine.pool
+    engine.close()
+    assert hand.process.returncode == 0
+    assert (tmp_path / "done").exists()
 
 
 def output(*command: str, **more: Any) -> str:

@@ -17,8 +17,8 @@ import sys
 import warnings
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -98,7 +98,7 @@ class Processes:
         deaths: Counter[str | None] = Counter()
         answers: dict[str, Any] = {}
         while len(self.pool) < min(self.workers, len(requests)):
-            self.pool.append(self._start())
+            self._start()
         while len(answers) < len(requests):
             for hand in self.pool:
                 if queue and not hand.under_way:
@@ -148,10 +148,8 @@ class Processes:
             if ready:
                 return ready
 
-    def _start(self) -> Hand:
-        hand = Hand()
-        self._greet(hand)
-        return hand
+    def _start(self) -> None:
+        self._greet(Hand(self.pool))
 
     def _greet(self, hand: Hand) -> None:
         """Tell a worker what the run is; it forgets what it knew."""
@@ -173,26 +171,29 @@ class Processes:
         warnings.warn(
             f"worker process {hand.process.pid} {how} {at}; another one does it again, to the same bits.", stacklevel=2
         )
-        self.pool[self.pool.index(hand)] = self._start()
+        self.pool.remove(hand)
+        self._start()
 
 
 class Hand:
     """The parent's end of a worker: its process, the boxes between the two, and what it was given."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: Pool) -> None:
+        """Start a worker and put it into the pool: whenever Ctrl-C comes, none is running that is not there."""
         here, there = socket.socketpair()
+        self.connection = Connection(here.detach())
         self.inboxes, self.outboxes = [Box() for _ in range(AHEAD)], [Box() for _ in range(AHEAD)]
         files = [[box.file for box in boxes] for boxes in (self.inboxes, self.outboxes)]
         program = f"import sys; sys.path[:] = {[str(path) for path in sys.path]!r}; "
         program += "from fedprism.engines.worker import work; "
         program += f"work({there.fileno()}, {files[0]}, {files[1]}, {os.getpid()})"
-        with there:
-            self.process = _process(program, (there.fileno(), *files[0], *files[1]))
-        self.connection = Connection(here.detach())
         self.under_way: deque[str | None] = deque()  # clients, in the order of work; None: it is starting
         self.given = self.answered = 0
         self.keeps: set[str] = set()  # clients whose data it has, in all so many bytes:
         self.kept = 0
+        with there, _ctrl_c_later():
+            self.process = _process(program, (there.fileno(), *files[0], *files[1]))
+            pool.append(self)
 
     def give(self, client: str | None, note: object, states: list[State | None]) -> None:
         """One more to do. Whether the worker still lives is seen when its answer is awaited."""
@@ -221,22 +222,25 @@ class Hand:
         except subprocess.TimeoutExpired:
             self.process.kill()
             code = self.process.wait()
-        while self.inboxes:  # once: the numbers of closed files are given to others
-            self.inboxes.pop().close()
-            self.outboxes.pop().close()
+        for box in (*self.inboxes, *self.outboxes):
+            box.close()
         return code
 
 
 def _process(program: str, files: tuple[int, ...]) -> subprocess.Popen[bytes]:
-    """A Python process that Ctrl-C does not reach, not even before its first line."""
-    few = dict.fromkeys(
-        ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
-    )  # until it sets run.threads
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a child has its parent's mask
+    """A Python process; its threads are one each until it sets run.threads."""
+    few = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    return subprocess.Popen(
+        [sys.executable, "-u", "-c", program], stdin=subprocess.DEVNULL, pass_fds=files, env={**few, **os.environ}
+    )
+
+
+@contextmanager
+def _ctrl_c_later() -> Iterator[None]:
+    """Within: Ctrl-C waits. A process that is started has the same mask, so it never reaches that one."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        return subprocess.Popen(
-            [sys.executable, "-u", "-c", program], stdin=subprocess.DEVNULL, pass_fds=files, env={**few, **os.environ}
-        )
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -248,7 +252,8 @@ def _end(pool: Pool, owner: int) -> None:
         for hand in pool:
             hand.connection.close()  # all of them, before the first is waited for
         while pool:
-            pool.pop().end(at_once=not idle)
+            pool[-1].end(at_once=not idle)  # again by whoever calls this next, if Ctrl-C comes here
+            pool.pop()
 
 
 def _joined(answer: Answer, states: list[State]) -> Any:

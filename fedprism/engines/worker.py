@@ -6,6 +6,7 @@ The socket between the two carries only where in the box a message is, so that n
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import itertools
 import math
@@ -15,10 +16,12 @@ import os
 import pickle
 import signal
 import struct
+import sys
 import tempfile
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -60,6 +63,7 @@ class Box:
 
     def __init__(self, file: int | None = None) -> None:
         self.file = _unnamed_file() if file is None else file
+        self._made = None if file is not None else weakref.finalize(self, os.close, self.file)
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.there: list[tuple[torch.Tensor, int]] = []  # the first state in it, with its tensors' versions
 
@@ -94,8 +98,9 @@ class Box:
         return note, [None if plan is None else {leaf.name: self._view(leaf) for leaf in plan} for plan in plans]
 
     def close(self) -> None:
-        """The memory is given back when the other process has closed it, too."""
-        os.close(self.file)
+        """For who made it. The memory is given back when the other process has closed it, too."""
+        if self._made is not None:
+            self._made()  # once: the numbers of closed files are given to others
 
     def _is_there(self, state: State) -> bool:
         """Is this the state that was written last, tensor by tensor? What is sent often is the same for all clients."""
@@ -191,6 +196,17 @@ def work(link: int, inboxes: Sequence[int], outboxes: Sequence[int], parent: int
             except Exception as error:  # noqa: BLE001 - the parent raises it
                 ticket = write[turn % AHEAD].put(_wrong(error))
             connection.send_bytes(ticket)
+    _leave()
+
+
+def _leave() -> None:
+    """End at once: to take PyTorch down piece by piece lasts seconds on a busy machine, and a thread that a method has
+    left would keep the process. What is to be done at exit is done."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(0)
 
 
 class Worker:
