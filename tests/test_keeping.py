@@ -525,10 +525,11 @@ def peak(clients: int, where: str) -> float:
     return int(done.stdout) / (1024 if sys.platform != "darwin" else 2**20)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_clients_on_disk() -> None:
     few, many = 20, 120
     more = (many - few) * MEGABYTES
     on_disk = peak(many, "disk") - peak(few, "disk")
     in_memory = peak(many, "memory") - peak(few, "memory")
-    assert in_memory > 0.9 * more
+    assert in_memory > 0.3 * more
     assert on_disk < 0.1 * more
