@@ -319,8 +319,11 @@ class Odd(Exception):
 @dataclass(frozen=True)
 class Mistaken(fp.FedAvg):
     odd: bool = False
+    exits: bool = False
 
     def start(self, me: Me, now: Now) -> None:
+        if self.exits:
+            sys.exit("enough")
         if self.odd:
             raise Odd(1, 2)
         raise KeyError("no such thing")
@@ -341,6 +344,8 @@ def test_a_mistake_comes_back_as_it_is(tiny: Federation, spare: Pool) -> None:
     assert 'raise KeyError("no such thing")' in note
     with pytest.raises(FedprismError, match="Odd: 1 and 2"):
         train(Mistaken(odd=True))
+    with pytest.raises(SystemExit, match="enough"):
+        train(Mistaken(exits=True))
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
@@ -540,10 +545,13 @@ class Leaves(fp.FedAvg):
     def start(self, me: Me, now: Now) -> None:
         threading.Thread(target=time.sleep, args=(10**6,)).start()
         atexit.register(Path(self.file).touch)
-        print("said", end="")
+        print("a line", "of several", "words")
+        print("and a part of one", end="")
 
 
-def test_what_a_method_leaves_does_not_keep_its_worker(tiny: Federation, tmp_path: Path) -> None:
+def test_what_a_method_leaves_does_not_keep_its_worker(
+    tiny: Federation, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     config = structure({"train": {"rounds": 1}, "run": {"workers": 1}}, Config)
     method = Leaves(file=str(tmp_path / "done"))
     info = make_info(config, tiny.names, tiny.classes, tiny.shape)
@@ -553,6 +561,7 @@ def test_what_a_method_leaves_does_not_keep_its_worker(tiny: Federation, tmp_pat
     (hand,) = engine.pool
     engine.close()
     assert hand.process.returncode == 0
+    assert capfd.readouterr().out == "a line of several words\nand a part of one" * 3
     assert (tmp_path / "done").exists()
 
 

@@ -231,7 +231,7 @@ def _process(program: str, files: tuple[int, ...]) -> subprocess.Popen[bytes]:
     """A Python process; its threads are one each until it sets run.threads."""
     few = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return subprocess.Popen(
-        [sys.executable, "-u", "-c", program], stdin=subprocess.DEVNULL, pass_fds=files, env={**few, **os.environ}
+        [sys.executable, "-c", program], stdin=subprocess.DEVNULL, pass_fds=files, env={**few, **os.environ}
     )
 
 
@@ -264,9 +264,9 @@ def _joined(answer: Answer, states: list[State]) -> Any:
     return states[0] if states else answer.value
 
 
-def _raised(wrong: Wrong, client: str | None) -> Exception:
+def _raised(wrong: Wrong, client: str | None) -> BaseException:
     """A worker's exception, with its traceback as a note."""
-    error: Exception = FedprismError(wrong.words)
+    error: BaseException = FedprismError(wrong.words)
     if wrong.error is not None:
         with suppress(Exception):  # an exception of a user's own that cannot be made again
             error = pickle.loads(wrong.error)  # noqa: S301 - from a child of one's own

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import io
 import itertools
 import math
 import mmap
@@ -184,6 +185,9 @@ def work(link: int, inboxes: Sequence[int], outboxes: Sequence[int], parent: int
     global serving
     serving = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, who then ends its workers
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)  # what workers print is not mixed within a line
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     torch.set_num_interop_threads(1)
     connection, read, write = Connection(link), [Box(file) for file in inboxes], [Box(file) for file in outboxes]
@@ -193,7 +197,7 @@ def work(link: int, inboxes: Sequence[int], outboxes: Sequence[int], parent: int
             note, states = read[turn % AHEAD].get(connection.recv_bytes())
             try:
                 ticket = write[turn % AHEAD].put(*worker.do(note, states))
-            except Exception as error:  # noqa: BLE001 - the parent raises it
+            except BaseException as error:  # noqa: BLE001 - the parent raises it, sys.exit() too
                 ticket = write[turn % AHEAD].put(_wrong(error))
             connection.send_bytes(ticket)
     _leave()
@@ -262,7 +266,7 @@ def _method(hello: Hello) -> Method:
     return made
 
 
-def _wrong(error: Exception) -> Wrong:
+def _wrong(error: BaseException) -> Wrong:
     words = f"{type(error).__name__}: {error}"
     try:
         pickled = pickle.dumps(error)
