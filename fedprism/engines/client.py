@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from fedprism.methods.states import copy_all
 from fedprism.models import architectures
 
 Scores = dict[str, dict[str, Score]]  # moment -> split
+Name = TypeVar("Name")  # of a leaf
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ def _uploaded(model: nn.Module, kept: State, upload: State) -> State:
 
 
 @torch.no_grad()
-def finite_ends(state: State) -> tuple[list[str], Tensor]:
+def finite_ends(state: Mapping[Name, Tensor]) -> tuple[list[Name], Tensor]:
     """The leaves that hold floats, and a number of each that is not finite if one of its values is not."""
     names = [name for name, tensor in state.items() if tensor.is_floating_point() and tensor.numel()]
     if not names:

@@ -11,11 +11,14 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -34,7 +37,7 @@ from fedprism.engines.client import (
 from fedprism.engines.compiled import ENGINE, Compiler
 from fedprism.engines.evaluate import Launched
 from fedprism.engines.inprocess import ENGINES, Request
-from fedprism.engines.replay import Recorder, Replay, again
+from fedprism.engines.replay import Recorder, Replay, Tools, again
 from fedprism.engines.shelf import Arena, Data, Shelf
 from fedprism.engines.wire import size
 from fedprism.errors import ConfigError
@@ -101,6 +104,7 @@ class Slot:
     stream: Any  # torch.cuda.Stream
     recorder: Recorder
     shelf: Shelf | None  # for its client's data, where not all data fit on the device
+    arena: Arena
     here: dict[Arch, Me] = field(default_factory=dict)
 
 
@@ -126,7 +130,11 @@ class CudaGraphs:
         self.compiler = Compiler(device, self._compiling) if config.run.compile is True else None
         free = torch.cuda.mem_get_info(device)[0] if self.cuda else 2**62
         self.room = int(SHARE * free)
-        self.data, self.arena = Data(federation, device, self.room), Arena(device)
+        self.data = Data(federation, device, self.room)
+        self.seen: set[Any] = set()  # what was launched before: a round, an evaluation, ...
+        # Asked for it, a new thread takes over how many threads its tensor operations use.
+        self.threads = ThreadPoolExecutor(self.most, "slot", torch.get_num_threads)
+        self.turn = threading.Lock()  # a thread's, until it waits for the device: they talk to PyTorch one at a time
 
     def train(self, round: int, requests: Mapping[str, Request]) -> dict[str, Result | Failure]:
         if self.trained == 1 and self.config.run.slots == "auto":
@@ -145,7 +153,8 @@ class CudaGraphs:
         return dict(answers)
 
     def close(self) -> None:
-        """Let go of slots, recordings and data."""
+        """Let go of threads, slots, recordings and data."""
+        self.threads.shutdown()
         self.slots.clear()
         self.data.clear()
 
@@ -158,43 +167,113 @@ class CudaGraphs:
         """Launch every client in a slot, largest first, each where there is least to do; read all answers together."""
         launched: dict[str, Launched[T]] = {}
         self.data.fetch(requests)
-        self.arena.reset()
-        self.before = torch.cuda.memory_allocated(self.device) if self.cuda else 0
         while len(self.slots) < min(self.most, len(requests)):
             self.slots.append(self._open())
-        self._begin()
-        loads = [0] * len(self.slots)
-        waiting = sorted(requests, key=lambda name: -len(self.clients[name].train))
-        while waiting:
-            client = waiting[0]
-            place = min(range(len(self.slots)), key=loads.__getitem__)
-            slot, request = self.slots[place], requests[client]
+        for slot in self.slots:
+            slot.arena.reset()
+
+        def one(client: str, slot: Slot) -> None:
+            with self.turn, self._on(slot):
+                data, request = self.data.at(client, slot.shelf), requests[client]
+                job = Job(self.method, self.config, self.info, data, round, self.device, self.data.public)
+                launched[client] = launch(job, request.state, request.down, self._me(slot, job))
+
+        # What is new is recorded here, one slot after the other; later on, every slot is served by a thread of its own.
+        serve = self._in_threads if launch in self.seen else self._in_turn
+        fitted = bool(self.trained)
+        while waiting := [client for client in self._largest_first(requests) if client not in launched]:
+            self._begin()
+            before = torch.cuda.memory_allocated(self.device) if self.cuda else 0
             try:
-                with self._on(slot):
-                    data = self.data.at(client, slot.shelf)
-                    job = Job(self.method, self.config, self.info, data, round, self.device, self.data.public)
-                    launched[client] = launch(job, request.state, request.down, self._me(slot, job))
+                serve(self._dealt(waiting if fitted else waiting[:1]), one, lambda: len(launched), len(requests))
             except torch.OutOfMemoryError as error:
                 self._fewer(error)
                 continue
-            loads[place] += len(self.clients[client].train)
-            waiting.pop(0)
-            if len(launched) == 1:
-                self._fit_memory()
-            self.tell(len(launched), len(requests))
+            if not fitted:
+                self._fit_memory(before)
+                fitted = True
+        self.seen.add(launch)
         self._join()
         return read_all({client: launched[client] for client in requests})
+
+    def _largest_first(self, clients: Iterable[str]) -> list[str]:
+        return sorted(clients, key=lambda name: -len(self.clients[name].train))
+
+    def _dealt(self, clients: Sequence[str]) -> list[tuple[str, Slot]]:
+        """Each client's slot: the one that has least to do."""
+        loads, dealt = [0] * len(self.slots), []
+        for client in clients:
+            place = loads.index(min(loads))
+            loads[place] += len(self.clients[client].train)
+            dealt.append((client, self.slots[place]))
+        return dealt
+
+    def _in_turn(
+        self, dealt: list[tuple[str, Slot]], one: Callable[[str, Slot], None], done: Callable[[], int], of: int
+    ) -> None:
+        for client, slot in dealt:
+            one(client, slot)
+            self.tell(done(), of)
+
+    def _in_threads(
+        self, dealt: list[tuple[str, Slot]], one: Callable[[str, Slot], None], done: Callable[[], int], of: int
+    ) -> None:
+        """A thread a slot: one that waits for room in its stream's queue holds none of the others up."""
+        ended: SimpleQueue[BaseException | None] = SimpleQueue()
+        stop = threading.Event()
+
+        def serve(slot: Slot, clients: list[str]) -> None:
+            error: BaseException | None = None
+            try:
+                for client in clients:
+                    if stop.is_set():
+                        break
+                    one(client, slot)
+            except BaseException as caught:  # noqa: BLE001 - raised below, in the thread that waits
+                error = caught
+                stop.set()
+            ended.put(error)
+
+        lines: dict[int, tuple[Slot, list[str]]] = {}
+        for client, slot in dealt:
+            lines.setdefault(id(slot), (slot, []))[1].append(client)
+        errors: list[BaseException] = []
+        for slot, clients in lines.values():
+            self.threads.submit(serve, slot, clients)
+        left = len(lines)
+        try:
+            while left:
+                try:
+                    error = ended.get(timeout=0.05)
+                except Empty:
+                    self.tell(done(), of)
+                    continue
+                left -= 1
+                if error is not None:
+                    errors.append(error)
+        except BaseException:  # Ctrl-C: what was launched is let go of once no thread uses it any more
+            stop.set()
+            for _ in range(left):
+                ended.get()
+            raise
+        for error in sorted(errors, key=lambda error: isinstance(error, torch.OutOfMemoryError)):
+            raise error
+        self.tell(done(), of)
 
     def _open(self) -> Slot:
         stream: Any = torch.cuda.Stream
         shelf = self.data.own_shelf()
-        return Slot(stream(self.device), Graphs(self.seconds), shelf) if self.cuda else Slot(None, again, shelf)
+        arena = Arena(self.device)
+        if not self.cuda:
+            return Slot(None, again, shelf, arena)
+        return Slot(stream(self.device), Graphs(self.seconds), shelf, arena)
 
     def _me(self, slot: Slot, job: Job) -> Me:
         arch = self.info.arch_of(job.data.name)
         if arch not in slot.here:
             me = open_slot(job)
-            me.replay = Replay(me, self.device, slot.recorder, self.arena, self._not_recorded, self.compiler)
+            tools = Tools(slot.recorder, slot.arena, self.turn, self.compiler)
+            me.replay = Replay(me, self.device, tools, self._not_recorded)
             slot.here[arch] = me
         return slot.here[arch]
 
@@ -209,12 +288,12 @@ class CudaGraphs:
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
-    def _fit_memory(self) -> None:
+    def _fit_memory(self, before: int) -> None:
         """Once a slot is in use: no more of them than there is room for."""
         if not self.cuda or self.trained or self.config.run.slots != "auto":
             return
         torch.cuda.synchronize(self.device)
-        one = max(1, torch.cuda.memory_allocated(self.device) - self.before)
+        one = max(1, torch.cuda.memory_allocated(self.device) - before)
         free = torch.cuda.mem_get_info(self.device)[0]
         self.most = max(1, min(self.most, 1 + int(0.8 * free / one)))
         del self.slots[self.most :]

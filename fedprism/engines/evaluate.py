@@ -35,15 +35,14 @@ class Figures:
         self.count = 0
 
     def add(self, values: Tensor) -> slice:
-        """Note a copy of some values; where they will be found among all of them."""
-        self.parts.append(values.detach().flatten().to(torch.float64, copy=True))
+        """Note some values, which nobody changes before `tensor`; where they will be found among all of them."""
+        self.parts.append(values.detach().flatten())
         self.count += values.numel()
         return slice(self.count - values.numel(), self.count)
 
     def tensor(self) -> Tensor:
-        if len(self.parts) < 2:
-            return self.parts[0] if self.parts else torch.empty(0, dtype=torch.float64)
-        return torch.cat(self.parts)
+        """All of them, a copy."""
+        return torch.cat(self.parts).double() if self.parts else torch.empty(0, dtype=torch.float64)
 
 
 @dataclass(frozen=True)

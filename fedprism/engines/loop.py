@@ -6,6 +6,7 @@ progress and trackers are callbacks.
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from torch import nn
 
 from fedprism import keys
 from fedprism.config import SPLITS, ClientsConfig, Config
-from fedprism.engines.client import Failure, Result, chosen, due, finite_ends, first_not_finite, make_now
+from fedprism.engines.client import Failure, Result, chosen, due, finite_ends, make_now
 from fedprism.engines.events import Callback, Plan, RoundRecord, Score, Snapshot, Status
 from fedprism.engines.inprocess import ENGINES, Engine, Request
 from fedprism.engines.keeping import InMemory, Kept, OnDisk, at_once
@@ -315,21 +316,17 @@ def check_uploads(
 ) -> dict[str, Failure]:
     """Which uploads are not what the method declares, of a wrong shape or not finite; waits for the device once."""
     refused: dict[str, Failure] = {}
-    ends: dict[str, tuple[list[str], torch.Tensor]] = {}
+    leaves: dict[tuple[str, str], torch.Tensor] = {}
     for client, upload in uploads.items():
         wrong = _check_kinds(upload, declared[client], server)
         if wrong is not None:
             refused[client] = wrong
         else:
-            ends[client] = finite_ends(upload)
-    found = [numbers for _, numbers in ends.values() if len(numbers)]
-    values = torch.cat(found).tolist() if found else []
-    place = 0
-    for client, (names, numbers) in ends.items():
-        bad = first_not_finite(names, values[place : place + len(numbers)])
-        place += len(numbers)
-        if bad is not None:
-            refused[client] = Failure(f"{bad} in its upload is not finite", non_finite=True)
+            leaves.update({(client, name): tensor for name, tensor in upload.items()})
+    checked, ends = finite_ends(leaves)
+    for (client, name), end in zip(checked, ends.tolist(), strict=True):
+        if not math.isfinite(end) and client not in refused:
+            refused[client] = Failure(f"{name} in its upload is not finite", non_finite=True)
     return refused
 
 

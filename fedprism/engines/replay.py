@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import threading
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -137,20 +138,23 @@ class Glance:
     play: Callable[[], None] | None = None
 
 
+@dataclass(frozen=True)
+class Tools:
+    """What a slot records with."""
+
+    recorder: Recorder
+    arena: Arena
+    turn: threading.Lock  # held, but while a recording is replayed
+    compiler: Compiler | None = None
+
+
 class Replay:
     """The recordings of one slot; set as `me.replay`."""
 
-    def __init__(
-        self,
-        me: Me,
-        device: torch.device,
-        recorder: Recorder,
-        arena: Arena,
-        tell: Callable[[str, str], None],
-        compiler: Compiler | None = None,
-    ) -> None:
-        self.me, self.device, self.record, self.tell = me, device, recorder, tell
-        self.arena, self.compiler = arena, compiler
+    def __init__(self, me: Me, device: torch.device, tools: Tools, tell: Callable[[str, str], None]) -> None:
+        self.me, self.device, self.tell = me, device, tell
+        self.record, self.arena, self.turn = tools.recorder, tools.arena, tools.turn
+        self.compiler = tools.compiler
         self.large = sum(p.numel() for p in me.model.parameters()) > LARGE
         self.trainers: dict[Hashable, Trainer] = {}
         self.glances: dict[Hashable, tuple[Addresses, dict[int, Glance]]] = {}  # by batch
@@ -216,9 +220,17 @@ class Replay:
             for (name, _), out in places.items():
                 noise.fill(name, out, step)
         assert stretch.play is not None
-        stretch.play()
+        self._launch(stretch.play)
         for name, values in stretch.logged.items():
             self.me.counts[name] = self.me.counts.get(name, 0) + values
+
+    def _launch(self, play: Callable[[], None]) -> None:
+        """Replay a recording; it may have to wait for room in the stream's queue, and meanwhile others go on."""
+        self.turn.release()
+        try:
+            play()
+        finally:
+            self.turn.acquire()
 
     def _trainer(self, work: Work, split: Placed) -> Trainer:
         key, places = _of_pass(work), {**self._places(), ("shelf", ""): split.shelf.x.data_ptr()}
@@ -337,7 +349,7 @@ class Replay:
                 glance.tally.clear()
                 used.append(glance)
             self._fill(glance, split, part, purpose, step)
-            glance.play()
+            self._launch(glance.play)
             yield glance.spreads, part.count
         for glance in used:
             assert glance.tally.values is not None
