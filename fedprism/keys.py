@@ -6,7 +6,6 @@ to be stored to continue. The global generators are neither relied on nor left c
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -38,31 +37,26 @@ def numpy_generator(*purpose: int | str) -> np.random.Generator:
     return np.random.default_rng(key(*purpose))
 
 
-_one = threading.RLock()  # what follows changes settings of the whole process
-
-
 @contextmanager
 def keyed(*purpose: int | str) -> Iterator[None]:
     """Seed torch's global CPU generator for code that takes no generator, and put it back afterwards."""
-    with _one:
-        before = torch.get_rng_state()
-        torch.default_generator.manual_seed(key(*purpose))
-        try:
-            yield
-        finally:
-            torch.set_rng_state(before)
+    before = torch.get_rng_state()
+    torch.default_generator.manual_seed(key(*purpose))
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
     """For what must be the same everywhere: the last bits of a sum depend on the number of threads."""
-    with _one:
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def orthonormal(rows: int, columns: int, *purpose: int | str) -> torch.Tensor:

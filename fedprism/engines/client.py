@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fedprism.config import Config
-from fedprism.engines.evaluate import Figures, Launched, score
+from fedprism.engines.evaluate import Figures, Launched, Turns, finish, score
 from fedprism.engines.events import Score
 from fedprism.engines.passes import learning_rate, run_pass
 from fedprism.errors import ConfigError
@@ -64,27 +64,29 @@ class Failure:
 
 def client_round(job: Job, state: State | None, down: State, slot: Me | None = None) -> Result | Failure:
     """Receive, train, upload; and the scores of the moment `trained`, where asked for."""
-    return launch_round(job, state, down, slot).result()
+    return finish(launch_round(job, state, down, slot)).result()
 
 
 def client_evaluate(job: Job, state: State | None, down: State, slot: Me | None = None) -> Scores:
     """The scores of a client that has just been sent `down`; the moment `adapted` on a copy that is thrown away."""
-    return launch_evaluate(job, state, down, slot).result()
+    return finish(launch_evaluate(job, state, down, slot)).result()
 
 
 def client_receive(job: Job, state: State | None, down: State, slot: Me | None = None) -> State:
     """The state of a client that is sent something and does not train."""
-    return launch_receive(job, state, down, slot).result()
+    return finish(launch_receive(job, state, down, slot)).result()
 
 
-# --- the same without waiting for the device: an engine that runs many clients at once reads all answers together ----
+# --- the same in turns, without waiting for the device: for an engine that runs many clients at once ------------------
 
 
-def launch_round(job: Job, state: State | None, down: State, slot: Me | None = None) -> Launched[Result | Failure]:
+def launch_round(
+    job: Job, state: State | None, down: State, slot: Me | None = None
+) -> Turns[Launched[Result | Failure]]:
     method, config = job.method, job.config
     me = slot or open_slot(job)
     now = _enter(me, job, state, down)
-    now = _train(me, job, now, method.passes)
+    now = yield from _train(me, job, now, method.passes)
     kept, figures = take(me.model), Figures()
     with torch.no_grad():
         upload = _uploaded(me.model, kept, method.upload(me, now))
@@ -107,7 +109,7 @@ def launch_round(job: Job, state: State | None, down: State, slot: Me | None = N
     return Launched(figures.tensor(), read)
 
 
-def launch_evaluate(job: Job, state: State | None, down: State, slot: Me | None = None) -> Launched[Scores]:
+def launch_evaluate(job: Job, state: State | None, down: State, slot: Me | None = None) -> Turns[Launched[Scores]]:
     me = slot or open_slot(job)
     now = _enter(me, job, state, down)
     moments, figures = job.config.evaluate.moments, Figures()
@@ -117,14 +119,15 @@ def launch_evaluate(job: Job, state: State | None, down: State, slot: Me | None 
     if "global" in moments and job.method.has_global and bn_policy(job.method, job.config) == "shared":
         scores["global"] = _score(me, job, "global", figures)
     if "adapted" in moments:
-        _train(me, job, now, job.method.adapt)
+        yield from _train(me, job, now, job.method.adapt)
         scores["adapted"] = _score(me, job, "adapted", figures)
     return Launched(figures.tensor(), lambda values: {moment: read(values) for moment, read in scores.items()})
 
 
-def launch_receive(job: Job, state: State | None, down: State, slot: Me | None = None) -> Launched[State]:
+def launch_receive(job: Job, state: State | None, down: State, slot: Me | None = None) -> Turns[Launched[State]]:
     me = slot or open_slot(job)
     _enter(me, job, state, down)
+    yield
     kept = take(me.model)
     return Launched(Figures().tensor(), lambda values: kept)
 
@@ -233,7 +236,7 @@ def _enter(me: Me, job: Job, state: State | None, down: State) -> Now:
     return now
 
 
-def _train(me: Me, job: Job, now: Now, plan: Callable[[Me, Now], list[Pass]]) -> Now:
+def _train(me: Me, job: Job, now: Now, plan: Callable[[Me, Now], list[Pass]]) -> Turns[Now]:
     """Run the passes that `plan` (the method's `passes` or `adapt`) names, after `start`."""
     passes = plan(me, now)
     if not passes:
@@ -241,7 +244,7 @@ def _train(me: Me, job: Job, now: Now, plan: Callable[[Me, Now], list[Pass]]) ->
     with torch.no_grad():
         job.method.start(me, now)
     for each in passes:
-        now = run_pass(me, each, now, job.config)
+        now = yield from run_pass(me, each, now, job.config)
     return now
 
 

@@ -10,10 +10,11 @@ What it computes equals the plain step to rounding, not bit by bit.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,8 @@ ENGINE = "cuda-graphs"  # whose steps are compiled
 LONG = 50  # rounds from which on compiling, which takes a minute or two, is chosen by `auto`
 SMALL = 8_000_000  # numbers of a convolution's unfolded input up to which it becomes a matrix product
 BETAS, EPSILON = (0.9, 0.999), 1e-8  # torch.optim.Adam's
+
+STREAMS, CALLS = 8, 25  # at which and how often a kernel is run when it is tuned
 
 OPTIONS: dict[str, Any] = {
     "max_autotune": True,
@@ -195,9 +198,74 @@ def inductor(graph: torch.fx.GraphModule, examples: Sequence[Tensor]) -> Functio
     """PyTorch's compiler, with every matrix product tuned."""
     from torch._inductor import compile as build
 
-    with torch.no_grad():
+    with torch.no_grad(), _tuned_under_load():
         function: Function = build(graph, list(examples), options=OPTIONS)
+        function(*(example.clone() for example in examples))  # some kernels are tuned when they first run
     return function
+
+
+def capture(graph: torch.cuda.CUDAGraph, work: Callable[[], Any], pool: Any) -> None:
+    """Record what some work launches on the current stream, which must not be the default one."""
+    collecting = gc.isenabled()
+    gc.disable()  # a graph that is freed while another is recorded would spoil it
+    torch.cuda.current_stream().synchronize()
+    try:
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            work()
+        except BaseException:
+            with suppress(RuntimeError):  # of a recording that is spoilt; what spoilt it is what is told
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    finally:
+        if collecting:
+            gc.enable()
+
+
+@contextmanager
+def _tuned_under_load() -> Iterator[None]:
+    """Within: the compiler compares kernels as they will run, in graphs on several streams at once.
+
+    By itself it times one launch at a time, and of kernels as short as these that is the time of the launch.
+    """
+    from torch._inductor.runtime.benchmarking import benchmarker
+
+    plain, pool = benchmarker.benchmark_gpu, torch.cuda.graph_pool_handle()
+
+    def measured(call: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.cuda.current_stream() == torch.cuda.default_stream():  # which cannot be captured
+            return plain(call, *args, **kwargs)
+        call()
+        graphs = [torch.cuda.CUDAGraph() for _ in range(STREAMS)]
+        try:
+            for graph in graphs:
+                capture(graph, lambda: [call() for _ in range(CALLS)], pool)
+        except RuntimeError:  # something that cannot be captured
+            return plain(call, *args, **kwargs)
+        return _milliseconds(graphs) / (STREAMS * CALLS)
+
+    benchmarker.benchmark_gpu = measured  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del benchmarker.benchmark_gpu  # the instance's: the class's is there again
+
+
+def _milliseconds(graphs: list[torch.cuda.CUDAGraph]) -> float:
+    """How long graphs take together, each on a stream of its own; the best of three."""
+    stream: Any = torch.cuda.Stream
+    streams = [stream() for _ in graphs]
+    best = float("inf")
+    for _ in range(4):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - begun)
+    return 1000 * best
 
 
 # --- what stands for what while a step is traced ---------------------------------------------------------------------

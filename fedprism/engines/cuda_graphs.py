@@ -11,15 +11,12 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -34,10 +31,10 @@ from fedprism.engines.client import (
     launch_round,
     open_slot,
 )
-from fedprism.engines.compiled import ENGINE, Compiler
-from fedprism.engines.evaluate import Launched
+from fedprism.engines.compiled import ENGINE, Compiler, capture
+from fedprism.engines.evaluate import Launched, Turns
 from fedprism.engines.inprocess import ENGINES, Request
-from fedprism.engines.replay import Recorder, Replay, Tools, again
+from fedprism.engines.replay import Recorder, Replay, again
 from fedprism.engines.shelf import Arena, Data, Shelf
 from fedprism.engines.wire import size
 from fedprism.errors import ConfigError
@@ -46,12 +43,14 @@ from fedprism.methods.base import Info, Me, Method, State
 from fedprism.models import Arch
 
 T = TypeVar("T")
+Launch = Callable[[Job, State | None, State, Me | None], Turns[Launched[T]]]
 log = logging.getLogger("fedprism")
 
 NAME = ENGINE
 
 MOST_SLOTS = 24  # more gave nothing on the GPU that was measured
 PROBED = (1, 2, 4, 8, 12, 16, 20)  # numbers of slots that are tried, beside all
+AHEAD = 4  # recordings of a client that are launched before other slots have their turn
 SHARE = 0.4  # of the memory that is free at the start: for clients' data; and as much again for their states
 
 
@@ -67,21 +66,9 @@ class Graphs:
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
         graph, begun = torch.cuda.CUDAGraph(), time.perf_counter()
-        collecting = gc.isenabled()
-        gc.disable()  # a graph that is freed while another is recorded would spoil it
-        torch.cuda.current_stream().synchronize()
         try:
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-            try:
-                work()
-            except BaseException:
-                with suppress(RuntimeError):  # of a recording that is spoilt; what spoilt it is what is told
-                    graph.capture_end()
-                raise
-            graph.capture_end()
+            capture(graph, work, self.pool)
         finally:
-            if collecting:
-                gc.enable()
             self.seconds["capture_seconds"] += time.perf_counter() - begun
         return Graph(graph, work)
 
@@ -104,8 +91,30 @@ class Slot:
     stream: Any  # torch.cuda.Stream
     recorder: Recorder
     shelf: Shelf | None  # for its client's data, where not all data fit on the device
-    arena: Arena
     here: dict[Arch, Me] = field(default_factory=dict)
+
+
+@dataclass
+class Line(Generic[T]):
+    """The clients that a slot has yet to serve, and what it is at."""
+
+    slot: Slot
+    clients: list[str]  # the first one is under way, if any is
+    work: Turns[Launched[T]] | None = None
+
+    def turn(self, begin: Callable[[Slot, str], Turns[Launched[T]]]) -> list[tuple[str, Launched[T]]]:
+        """Launch one recording, or the first few of a client; what is through with that."""
+        finished, left = [], 1
+        while left and self.clients:
+            if self.work is None:
+                self.work, left = begin(self.slot, self.clients[0]), AHEAD
+            try:
+                next(self.work)
+                left -= 1
+            except StopIteration as end:
+                finished.append((self.clients.pop(0), end.value))
+                self.work = None
+        return finished
 
 
 @ENGINES.register(NAME)
@@ -130,15 +139,11 @@ class CudaGraphs:
         self.compiler = Compiler(device, self._compiling) if config.run.compile is True else None
         free = torch.cuda.mem_get_info(device)[0] if self.cuda else 2**62
         self.room = int(SHARE * free)
-        self.data = Data(federation, device, self.room)
-        self.seen: set[Any] = set()  # what was launched before: a round, an evaluation, ...
-        # Asked for it, a new thread takes over how many threads its tensor operations use.
-        self.threads = ThreadPoolExecutor(self.most, "slot", torch.get_num_threads)
-        self.turn = threading.Lock()  # a thread's, until it waits for the device: they talk to PyTorch one at a time
+        self.data, self.arena = Data(federation, device, self.room), Arena(device)
 
     def train(self, round: int, requests: Mapping[str, Request]) -> dict[str, Result | Failure]:
         if self.trained == 1 and self.config.run.slots == "auto":
-            self.most = self._probe()
+            self.most = self._probe(requests)
             del self.slots[self.most :]
         answers = self._all(launch_round, round, requests)
         self.trained += 1
@@ -153,127 +158,78 @@ class CudaGraphs:
         return dict(answers)
 
     def close(self) -> None:
-        """Let go of threads, slots, recordings and data."""
-        self.threads.shutdown()
+        """Let go of slots, recordings and data."""
         self.slots.clear()
         self.data.clear()
 
-    def _all(
-        self,
-        launch: Callable[[Job, State | None, State, Me | None], Launched[T]],
-        round: int,
-        requests: Mapping[str, Request],
-    ) -> dict[str, T]:
+    def _all(self, launch: Launch[T], round: int, requests: Mapping[str, Request]) -> dict[str, T]:
         """Launch every client in a slot, largest first, each where there is least to do; read all answers together."""
         launched: dict[str, Launched[T]] = {}
         self.data.fetch(requests)
+        self.arena.reset()
         while len(self.slots) < min(self.most, len(requests)):
             self.slots.append(self._open())
-        for slot in self.slots:
-            slot.arena.reset()
 
-        def one(client: str, slot: Slot) -> None:
-            with self.turn, self._on(slot):
-                data, request = self.data.at(client, slot.shelf), requests[client]
-                job = Job(self.method, self.config, self.info, data, round, self.device, self.data.public)
-                launched[client] = launch(job, request.state, request.down, self._me(slot, job))
+        def begin(slot: Slot, client: str) -> Turns[Launched[T]]:
+            data, request = self.data.at(client, slot.shelf), requests[client]
+            job = Job(self.method, self.config, self.info, data, round, self.device, self.data.public)
+            return launch(job, request.state, request.down, self._me(slot, job))
 
-        # What is new is recorded here, one slot after the other; later on, every slot is served by a thread of its own.
-        serve = self._in_threads if launch in self.seen else self._in_turn
         fitted = bool(self.trained)
         while waiting := [client for client in self._largest_first(requests) if client not in launched]:
             self._begin()
             before = torch.cuda.memory_allocated(self.device) if self.cuda else 0
             try:
-                serve(self._dealt(waiting if fitted else waiting[:1]), one, lambda: len(launched), len(requests))
+                for client, answer in self._in_turn(begin, waiting if fitted else waiting[:1]):
+                    launched[client] = answer
+                    self.tell(len(launched), len(requests))
             except torch.OutOfMemoryError as error:
-                self._fewer(error)
+                self._fewer(error)  # what was under way is begun anew
                 continue
             if not fitted:
                 self._fit_memory(before)
                 fitted = True
-        self.seen.add(launch)
         self._join()
         return read_all({client: launched[client] for client in requests})
+
+    def _in_turn(
+        self, begin: Callable[[Slot, str], Turns[Launched[T]]], clients: Sequence[str]
+    ) -> Iterator[tuple[str, Launched[T]]]:
+        """Serve all slots in turn, so that each has something in its queue; clients and their answers.
+
+        The queue of a stream is not long. A launch that finds it full waits, and all other slots with it.
+        """
+        _, dealt = self._dealt(clients, len(self.slots))
+        lines: list[Line[T]] = [Line(slot, line) for slot, line in zip(self.slots, dealt, strict=True) if line]
+        while lines:
+            for line in lines:
+                with self._on(line.slot):
+                    finished = line.turn(begin)
+                yield from finished
+            lines = [line for line in lines if line.clients]
 
     def _largest_first(self, clients: Iterable[str]) -> list[str]:
         return sorted(clients, key=lambda name: -len(self.clients[name].train))
 
-    def _dealt(self, clients: Sequence[str]) -> list[tuple[str, Slot]]:
-        """Each client's slot: the one that has least to do."""
-        loads, dealt = [0] * len(self.slots), []
+    def _dealt(self, clients: Sequence[str], slots: int) -> tuple[list[int], list[list[str]]]:
+        """So many slots' images and clients: each client goes where there is least to do."""
+        loads, lines = [0] * slots, [list[str]() for _ in range(slots)]
         for client in clients:
             place = loads.index(min(loads))
-            loads[place] += len(self.clients[client].train)
-            dealt.append((client, self.slots[place]))
-        return dealt
-
-    def _in_turn(
-        self, dealt: list[tuple[str, Slot]], one: Callable[[str, Slot], None], done: Callable[[], int], of: int
-    ) -> None:
-        for client, slot in dealt:
-            one(client, slot)
-            self.tell(done(), of)
-
-    def _in_threads(
-        self, dealt: list[tuple[str, Slot]], one: Callable[[str, Slot], None], done: Callable[[], int], of: int
-    ) -> None:
-        """A thread a slot: one that waits for room in its stream's queue holds none of the others up."""
-        ended: SimpleQueue[BaseException | None] = SimpleQueue()
-        stop = threading.Event()
-
-        def serve(slot: Slot, clients: list[str]) -> None:
-            error: BaseException | None = None
-            try:
-                for client in clients:
-                    if stop.is_set():
-                        break
-                    one(client, slot)
-            except BaseException as caught:  # noqa: BLE001 - raised below, in the thread that waits
-                error = caught
-                stop.set()
-            ended.put(error)
-
-        lines: dict[int, tuple[Slot, list[str]]] = {}
-        for client, slot in dealt:
-            lines.setdefault(id(slot), (slot, []))[1].append(client)
-        errors: list[BaseException] = []
-        for slot, clients in lines.values():
-            self.threads.submit(serve, slot, clients)
-        left = len(lines)
-        try:
-            while left:
-                try:
-                    error = ended.get(timeout=0.05)
-                except Empty:
-                    self.tell(done(), of)
-                    continue
-                left -= 1
-                if error is not None:
-                    errors.append(error)
-        except BaseException:  # Ctrl-C: what was launched is let go of once no thread uses it any more
-            stop.set()
-            for _ in range(left):
-                ended.get()
-            raise
-        for error in sorted(errors, key=lambda error: isinstance(error, torch.OutOfMemoryError)):
-            raise error
-        self.tell(done(), of)
+            loads[place] += max(1, len(self.clients[client].train))
+            lines[place].append(client)
+        return loads, lines
 
     def _open(self) -> Slot:
         stream: Any = torch.cuda.Stream
         shelf = self.data.own_shelf()
-        arena = Arena(self.device)
-        if not self.cuda:
-            return Slot(None, again, shelf, arena)
-        return Slot(stream(self.device), Graphs(self.seconds), shelf, arena)
+        return Slot(stream(self.device), Graphs(self.seconds), shelf) if self.cuda else Slot(None, again, shelf)
 
     def _me(self, slot: Slot, job: Job) -> Me:
         arch = self.info.arch_of(job.data.name)
         if arch not in slot.here:
             me = open_slot(job)
-            tools = Tools(slot.recorder, slot.arena, self.turn, self.compiler)
-            me.replay = Replay(me, self.device, tools, self._not_recorded)
+            me.replay = Replay(me, self.device, slot.recorder, self.arena, self._not_recorded, self.compiler)
             slot.here[arch] = me
         return slot.here[arch]
 
@@ -299,7 +255,7 @@ class CudaGraphs:
         del self.slots[self.most :]
 
     def _fewer(self, error: torch.OutOfMemoryError) -> None:
-        """Out of memory: half the slots; what they have launched is complete, and the client is tried again."""
+        """Out of memory: half the slots; what is complete stays."""
         if len(self.slots) < 2:
             raise ConfigError(
                 f"the GPU's memory does not hold one client ({str(error).splitlines()[0]}); take a smaller train.batch "
@@ -347,8 +303,11 @@ class CudaGraphs:
 
     # --- measured ----------------------------------------------------------------------------------------------------
 
-    def _probe(self) -> int:
-        """How many slots are fastest: the fewest that are within one percent of the best, by replaying recordings."""
+    def _probe(self, clients: Iterable[str]) -> int:
+        """How many slots are fastest for these clients: the fewest that come within one percent of the best.
+
+        Recordings are replayed, and what is left idle when clients are dealt to so many slots is taken off.
+        """
         plays = []
         for slot in self.slots:
             longest = [found for me in slot.here.values() for found in me.replay.longest().values()]
@@ -357,7 +316,8 @@ class CudaGraphs:
         counts = sorted({*(n for n in PROBED if n < len(plays)), len(plays)} - {0})
         if len(counts) < 2:
             return self.most
-        speeds = {n: self._speed(plays[:n]) for n in counts}
+        loads = {n: self._dealt(self._largest_first(clients), n)[0] for n in counts}
+        speeds = {n: self._speed(plays[:n]) * sum(load) / (n * max(load)) for n, load in loads.items()}
         return next(n for n in counts if speeds[n] >= 0.99 * max(speeds.values()))
 
     def _speed(self, plays: list[tuple[Slot, tuple[int, Callable[[], None]]]]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -25,6 +25,17 @@ LEAST_ROWS = 16  # of a padded batch on a GPU
 T = TypeVar("T")
 Examine = Callable[[Net, Tensor, Draw], Seen]
 Purpose = tuple[int | str, ...]
+Turns = Generator[None, None, T]  # work in parts, between which an engine may do something else; its value at the end
+
+
+def finish(turns: Turns[T]) -> T:
+    """All parts, one after the other."""
+    while True:
+        try:
+            next(turns)
+        except StopIteration as end:
+            value: T = end.value
+            return value
 
 
 class Figures:

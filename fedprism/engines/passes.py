@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -28,13 +28,16 @@ def sweep_batch(device: torch.device, kind: tuple[torch.dtype, tuple[int, ...]])
     return 1024 if device.type == "cuda" and math.prod(kind[1]) <= 4096 else 256
 
 
-def run_pass(me: Me, each: Pass, now: Now, config: Config) -> Now:
-    """Train one pass in the slot (with `trains=()`: sweep without gradient); `now` with the steps that were done."""
+def run_pass(me: Me, each: Pass, now: Now, config: Config) -> Generator[None, None, Now]:
+    """Train one pass in the slot (with `trains=()`: sweep without gradient); `now` with the steps that were done.
+
+    It is done in turns: after each recording that is replayed, an engine may turn to another slot.
+    """
     with torch.no_grad():
         if each.start is not None:
             each.start(me, now)
     train = each.trains is None or len(each.trains) > 0
-    steps = _fit(me, each, now, config) if train else _sweep(me, each, now, config)
+    steps = (yield from _fit(me, each, now, config)) if train else _sweep(me, each, now, config)
     now = replace(now, steps={**now.steps, each.name: now.steps.get(each.name, 0) + steps})
     with torch.no_grad():
         if each.end is not None:
@@ -98,11 +101,11 @@ class Work:
         me.log(f"loss/{each.name}", loss)
 
 
-def _fit(me: Me, each: Pass, now: Now, config: Config) -> int:
+def _fit(me: Me, each: Pass, now: Now, config: Config) -> Generator[None, None, int]:
     rate = learning_rate(config.train, now.round, each.optimizer.get("lr"))
     work = Work(me, each, now, config, now.split(each.data), rate)
-    run = me.replay.fit if me.replay is not None else fit
-    steps: int = run(work, _epochs(each, now, config.train, len(work.split)))
+    epochs = _epochs(each, now, config.train, len(work.split))
+    steps: int = fit(work, epochs) if me.replay is None else (yield from me.replay.fit(work, epochs))
     me.draw = no_draw
     return steps
 

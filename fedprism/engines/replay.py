@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import threading
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -26,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedprism.config import Config
 from fedprism.engines.compiled import Compiler, Step, Untraceable, everything, slots
-from fedprism.engines.evaluate import Examine, Part, Purpose, Tally, eagerly, look, parts
+from fedprism.engines.evaluate import Examine, Part, Purpose, Tally, Turns, eagerly, look, parts
 from fedprism.engines.noise import BLOCK, Noise, keyed_draw
 from fedprism.engines.passes import Epoch, Work, fit, inputs, make_optimizer
 from fedprism.engines.shelf import Arena, Placed, Shelf
@@ -138,23 +137,20 @@ class Glance:
     play: Callable[[], None] | None = None
 
 
-@dataclass(frozen=True)
-class Tools:
-    """What a slot records with."""
-
-    recorder: Recorder
-    arena: Arena
-    turn: threading.Lock  # held, but while a recording is replayed
-    compiler: Compiler | None = None
-
-
 class Replay:
     """The recordings of one slot; set as `me.replay`."""
 
-    def __init__(self, me: Me, device: torch.device, tools: Tools, tell: Callable[[str, str], None]) -> None:
-        self.me, self.device, self.tell = me, device, tell
-        self.record, self.arena, self.turn = tools.recorder, tools.arena, tools.turn
-        self.compiler = tools.compiler
+    def __init__(
+        self,
+        me: Me,
+        device: torch.device,
+        recorder: Recorder,
+        arena: Arena,
+        tell: Callable[[str, str], None],
+        compiler: Compiler | None = None,
+    ) -> None:
+        self.me, self.device, self.record, self.tell = me, device, recorder, tell
+        self.arena, self.compiler = arena, compiler
         self.large = sum(p.numel() for p in me.model.parameters()) > LARGE
         self.trainers: dict[Hashable, Trainer] = {}
         self.glances: dict[Hashable, tuple[Addresses, dict[int, Glance]]] = {}  # by batch
@@ -162,8 +158,8 @@ class Replay:
 
     # --- training ----------------------------------------------------------------------------------------------------
 
-    def fit(self, work: Work, epochs: list[Epoch]) -> int:
-        """Train on these rows; the number of steps."""
+    def fit(self, work: Work, epochs: list[Epoch]) -> Turns[int]:
+        """Train on these rows, a recording at a turn; the number of steps."""
         name = work.each.name
         if name in self.failed:
             return fit(work, epochs)
@@ -188,6 +184,7 @@ class Replay:
                     self._step_by_step(work, trainer, change, epoch.order[begin : begin + count * size], step, noises)
                 else:
                     self._play(stretch, step, noises)
+                    yield
                 begin += count * size
                 steps += count
         return steps
@@ -220,17 +217,9 @@ class Replay:
             for (name, _), out in places.items():
                 noise.fill(name, out, step)
         assert stretch.play is not None
-        self._launch(stretch.play)
+        stretch.play()
         for name, values in stretch.logged.items():
             self.me.counts[name] = self.me.counts.get(name, 0) + values
-
-    def _launch(self, play: Callable[[], None]) -> None:
-        """Replay a recording; it may have to wait for room in the stream's queue, and meanwhile others go on."""
-        self.turn.release()
-        try:
-            play()
-        finally:
-            self.turn.acquire()
 
     def _trainer(self, work: Work, split: Placed) -> Trainer:
         key, places = _of_pass(work), {**self._places(), ("shelf", ""): split.shelf.x.data_ptr()}
@@ -349,7 +338,7 @@ class Replay:
                 glance.tally.clear()
                 used.append(glance)
             self._fill(glance, split, part, purpose, step)
-            self._launch(glance.play)
+            glance.play()
             yield glance.spreads, part.count
         for glance in used:
             assert glance.tally.values is not None
