@@ -21,12 +21,13 @@ from fedprism.engines.client import (
     Job,
     Result,
     client_round,
-    finite_ends,
     first_not_finite,
+    float_leaves,
     make_info,
     not_finite,
     open_slot,
 )
+from fedprism.engines.evaluate import ends
 from fedprism.errors import ConfigError, FedprismError
 from fedprism.federation import ClientData, Federation, Split
 from fedprism.methods import METHODS, find, leaves, make, named
@@ -369,17 +370,18 @@ def test_what_is_not_finite_is_found_in_any_leaf_and_type(value: float, dtype: t
         "flags": torch.tensor([True, False]),
     }
     floats = ["matrix", "number", "other"]
-    names, ends = finite_ends(sound)
+    names, tensors = float_leaves(sound)
     assert names == floats
-    assert first_not_finite(names, ends.tolist()) is None
+    assert first_not_finite(names, ends(tensors).tolist()) is None
     for name in floats:
         for place in {0, sound[name].numel() // 2, sound[name].numel() - 1}:
             broken = sound[name].clone()
             broken.view(-1)[place] = value
-            names, ends = finite_ends({**sound, name: broken})
-            assert [n for n, end in zip(names, ends.tolist(), strict=True) if not math.isfinite(end)] == [name]
+            names, tensors = float_leaves({**sound, name: broken})
+            found = zip(names, ends(tensors).tolist(), strict=True)
+            assert [leaf for leaf, end in found if not math.isfinite(end)] == [name]
             assert not_finite({**sound, name: broken}) == name
-    assert finite_ends({"count": torch.tensor(1)})[0] == []
+    assert float_leaves({"count": torch.tensor(1)}) == ([], [])
     assert not_finite({"count": torch.tensor(1)}) is None
 
 

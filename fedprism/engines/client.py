@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fedprism.config import Config
-from fedprism.engines.evaluate import Figures, Launched, Turns, finish, score
+from fedprism.engines.evaluate import Figures, Launched, Turns, ends, finish, score
 from fedprism.engines.events import Score
 from fedprism.engines.passes import learning_rate, run_pass
 from fedprism.errors import ConfigError
@@ -52,6 +52,7 @@ class Result:
     samples: int
     logs: Mapping[str, float]
     scores: Scores
+    checked: bool = False  # is the upload known to be finite?
 
 
 @dataclass(frozen=True)
@@ -90,23 +91,23 @@ def launch_round(
     kept, figures = take(me.model), Figures()
     with torch.no_grad():
         upload = _uploaded(me.model, kept, method.upload(me, now))
-    names, ends = finite_ends({**kept, **upload})
-    finite = figures.add(ends)
+    names, floats = float_leaves({**kept, **upload})
     logged, counts = list(me.counts), list(me.counts.values())
     logs = figures.add(torch.stack([me.sums[name].to(job.device) for name in logged])) if logged else slice(0, 0)
     trained = "trained" in config.evaluate.moments and due(config, job.round + 1)
     scores = _score(me, job, "trained", figures) if trained else None
 
-    def read(values: Sequence[float]) -> Result | Failure:
-        bad = first_not_finite(names, values[finite])
+    def read(values: Sequence[float], ends: Sequence[float]) -> Result | Failure:
+        bad = first_not_finite(names, ends)
         if bad is not None:
             return Failure(f"{bad} is not finite after local training", non_finite=True)
         means = {name: total / count for name, total, count in zip(logged, values[logs], counts, strict=True)}
         found: Scores = {} if scores is None else {"trained": scores(values)}
         with torch.no_grad():
-            return Result(kept, method.encode(upload, now), len(job.data.train), means, found)
+            sent = method.encode(upload, now)
+            return Result(kept, sent, len(job.data.train), means, found, checked=sent is upload)
 
-    return Launched(figures.tensor(), read)
+    return Launched(figures.tensor(), read, floats)
 
 
 def launch_evaluate(job: Job, state: State | None, down: State, slot: Me | None = None) -> Turns[Launched[Scores]]:
@@ -121,7 +122,7 @@ def launch_evaluate(job: Job, state: State | None, down: State, slot: Me | None 
     if "adapted" in moments:
         yield from _train(me, job, now, job.method.adapt)
         scores["adapted"] = _score(me, job, "adapted", figures)
-    return Launched(figures.tensor(), lambda values: {moment: read(values) for moment, read in scores.items()})
+    return Launched(figures.tensor(), lambda values, _: {moment: read(values) for moment, read in scores.items()})
 
 
 def launch_receive(job: Job, state: State | None, down: State, slot: Me | None = None) -> Turns[Launched[State]]:
@@ -129,7 +130,7 @@ def launch_receive(job: Job, state: State | None, down: State, slot: Me | None =
     _enter(me, job, state, down)
     yield
     kept = take(me.model)
-    return Launched(Figures().tensor(), lambda values: kept)
+    return Launched(Figures().tensor(), lambda values, ends: kept)
 
 
 # --- the pieces ------------------------------------------------------------------------------------------------------
@@ -192,17 +193,10 @@ def _uploaded(model: nn.Module, kept: State, upload: State) -> State:
     return {name: own[name] if name in own else rest[name] for name in upload}
 
 
-@torch.no_grad()
-def finite_ends(state: Mapping[Name, Tensor]) -> tuple[list[Name], Tensor]:
-    """The leaves that hold floats, and a number of each that is not finite if one of its values is not."""
-    names = [name for name, tensor in state.items() if tensor.is_floating_point() and tensor.numel()]
-    if not names:
-        return names, torch.empty(0, dtype=torch.float64)
-    floats = [state[name].detach() for name in names]
-    if floats[0].device.type == "cuda":  # all leaves in a few kernels
-        return names, torch.stack(torch._foreach_norm(floats, math.inf)).double()
-    # The smallest and the largest value in one pass: both are NaN if any value is.
-    return names, torch.stack([low.double() / 2 + high.double() / 2 for low, high in map(torch.aminmax, floats)])
+def float_leaves(state: Mapping[Name, Tensor]) -> tuple[list[Name], list[Tensor]]:
+    """The leaves that can be something else than finite: their names and tensors."""
+    found = {name: tensor for name, tensor in state.items() if tensor.is_floating_point() and tensor.numel()}
+    return list(found), list(found.values())
 
 
 def first_not_finite(names: Sequence[str], ends: Sequence[float]) -> str | None:
@@ -212,8 +206,8 @@ def first_not_finite(names: Sequence[str], ends: Sequence[float]) -> str | None:
 
 def not_finite(state: State) -> str | None:
     """The first leaf that holds a NaN or an infinity; waits for the device once."""
-    names, ends = finite_ends(state)
-    return first_not_finite(names, ends.tolist())
+    names, floats = float_leaves(state)
+    return first_not_finite(names, ends(floats).tolist())
 
 
 def due(config: Config, after: int) -> bool:

@@ -43,6 +43,7 @@ OPTIONS: dict[str, Any] = {
     "autotune_fallback_to_aten": True,
     "benchmark_epilogue_fusion": False,
     "combo_kernels": True,
+    "shape_padding": False,
     "triton.cudagraphs": False,
 }
 RELUS = {functional.relu, torch.relu, torch.Tensor.relu}

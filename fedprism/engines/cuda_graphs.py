@@ -32,7 +32,7 @@ from fedprism.engines.client import (
     open_slot,
 )
 from fedprism.engines.compiled import ENGINE, Compiler, capture
-from fedprism.engines.evaluate import Launched, Turns
+from fedprism.engines.evaluate import Launched, Turns, ends
 from fedprism.engines.inprocess import ENGINES, Request
 from fedprism.engines.replay import Recorder, Replay, again
 from fedprism.engines.shelf import Arena, Data, Shelf
@@ -147,6 +147,9 @@ class CudaGraphs:
             del self.slots[self.most :]
         answers = self._all(launch_round, round, requests)
         self.trained += 1
+        if self.trained == 1 and self.cuda:  # what is there by now stays: looking through it again and again takes long
+            gc.collect()
+            gc.freeze()
         return self._parked(answers)
 
     def evaluate(self, round: int, requests: Mapping[str, Request]) -> dict[str, Scores | Failure]:
@@ -161,6 +164,8 @@ class CudaGraphs:
         """Let go of slots, recordings and data."""
         self.slots.clear()
         self.data.clear()
+        if self.cuda:
+            gc.unfreeze()
 
     def _all(self, launch: Launch[T], round: int, requests: Mapping[str, Request]) -> dict[str, T]:
         """Launch every client in a slot, largest first, each where there is least to do; read all answers together."""
@@ -175,12 +180,14 @@ class CudaGraphs:
             job = Job(self.method, self.config, self.info, data, round, self.device, self.data.public)
             return launch(job, request.state, request.down, self._me(slot, job))
 
-        fitted = bool(self.trained)
-        while waiting := [client for client in self._largest_first(requests) if client not in launched]:
+        fitted, waiting = bool(self.trained), self._largest_first(requests)
+        while waiting := [client for client in waiting if client not in launched]:
             self._begin()
             before = torch.cuda.memory_allocated(self.device) if self.cuda else 0
+            some = waiting if fitted else waiting[:1]
+            lines = self._dealt(self._largest_first(requests), len(self.slots))[1]
             try:
-                for client, answer in self._in_turn(begin, waiting if fitted else waiting[:1]):
+                for client, answer in self._in_turn(begin, [[c for c in line if c in some] for line in lines]):
                     launched[client] = answer
                     self.tell(len(launched), len(requests))
             except torch.OutOfMemoryError as error:
@@ -193,14 +200,13 @@ class CudaGraphs:
         return read_all({client: launched[client] for client in requests})
 
     def _in_turn(
-        self, begin: Callable[[Slot, str], Turns[Launched[T]]], clients: Sequence[str]
+        self, begin: Callable[[Slot, str], Turns[Launched[T]]], clients: Sequence[list[str]]
     ) -> Iterator[tuple[str, Launched[T]]]:
-        """Serve all slots in turn, so that each has something in its queue; clients and their answers.
+        """Serve each slot's clients, all slots in turn, so that each has something in its queue; their answers.
 
         The queue of a stream is not long. A launch that finds it full waits, and all other slots with it.
         """
-        _, dealt = self._dealt(clients, len(self.slots))
-        lines: list[Line[T]] = [Line(slot, line) for slot, line in zip(self.slots, dealt, strict=True) if line]
+        lines: list[Line[T]] = [Line(slot, line) for slot, line in zip(self.slots, clients, strict=True) if line]
         while lines:
             for line in lines:
                 with self._on(line.slot):
@@ -363,10 +369,12 @@ def read_all(launched: Mapping[str, Launched[T]]) -> dict[str, T]:
     """All answers, with one wait for the device."""
     if not launched:
         return {}
-    lengths = [len(each.figures) for each in launched.values()]
-    values = torch.cat([each.figures for each in launched.values()]).tolist()
-    answers, begin = {}, 0
-    for (client, each), length in zip(launched.items(), lengths, strict=True):
-        answers[client] = each.read(values[begin : begin + length])
-        begin += length
+    every = ends([tensor for each in launched.values() for tensor in each.floats])
+    figures = [each.figures for each in launched.values()]
+    values = torch.cat([*figures, every.to(figures[0].device)]).tolist()
+    answers, begin, last = {}, 0, len(values) - len(every)
+    for client, each in launched.items():
+        end, until = begin + len(each.figures), last + len(each.floats)
+        answers[client] = each.read(values[begin:end], values[last:until])
+        begin, last = end, until
     return answers

@@ -61,10 +61,23 @@ class Launched(Generic[T]):
     """An answer whose numbers are still on their way: `read` makes it of them."""
 
     figures: Tensor  # float64 [numbers]
-    read: Callable[[Sequence[float]], T]
+    read: Callable[[Sequence[float], Sequence[float]], T]  # of the numbers, and of an end of each of `floats`
+    floats: Sequence[Tensor] = ()
 
     def result(self) -> T:
-        return self.read(self.figures.tolist())
+        return self.read(self.figures.tolist(), ends(self.floats).tolist())
+
+
+@torch.no_grad()
+def ends(floats: Sequence[Tensor]) -> Tensor:
+    """A number of each tensor (none of them empty) that is not finite if one of its values is not."""
+    if not floats:
+        return torch.empty(0, dtype=torch.float64)
+    if floats[0].device.type == "cuda":  # all of them in a few kernels
+        return torch.stack(torch._foreach_norm([each.detach() for each in floats], math.inf)).double()
+    # The smallest and the largest value in one pass: both are NaN if any value is.
+    pairs = (torch.aminmax(each.detach()) for each in floats)
+    return torch.stack([low.double() / 2 + high.double() / 2 for low, high in pairs])
 
 
 class Tally:

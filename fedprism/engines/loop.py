@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -19,7 +19,8 @@ from torch import nn
 
 from fedprism import keys
 from fedprism.config import SPLITS, ClientsConfig, Config
-from fedprism.engines.client import Failure, Result, chosen, due, finite_ends, make_now
+from fedprism.engines.client import Failure, Result, chosen, due, float_leaves, make_now
+from fedprism.engines.evaluate import ends
 from fedprism.engines.events import Callback, Plan, RoundRecord, Score, Snapshot, Status
 from fedprism.engines.inprocess import ENGINES, Engine, Request
 from fedprism.engines.keeping import InMemory, Kept, OnDisk, at_once
@@ -238,7 +239,9 @@ class Loop:
             here = make_now(self.method, self.config, self.info, model, now.round, client)
             declared[client] = self.method.uploads(model, here)
             uploads[client] = self.method.decode(result.upload, replace(now, client=client))
-        refused = check_uploads(uploads, declared, self.server)
+        # Of an upload that is what the client's own check saw, only the kinds are checked again.
+        checked = {c for c, result in results.items() if result.checked and uploads[c] is result.upload}
+        refused = check_uploads(uploads, declared, self.server, checked)
         return {c: refused.get(c) or replace(result, upload=uploads[c]) for c, result in results.items()}
 
     def _aggregate(self, uploads: list[Upload], now: Now) -> State:
@@ -312,19 +315,25 @@ def drop_outs(clients: ClientsConfig, info: Info, cohort: Sequence[str], round: 
 
 
 def check_uploads(
-    uploads: Mapping[str, State], declared: Mapping[str, Mapping[str, str]], server: State
+    uploads: Mapping[str, State],
+    declared: Mapping[str, Mapping[str, str]],
+    server: State,
+    finite: Collection[str] = (),
 ) -> dict[str, Failure]:
-    """Which uploads are not what the method declares, of a wrong shape or not finite; waits for the device once."""
+    """Which uploads are not what the method declares, of a wrong shape or not finite; waits for the device once.
+
+    Those of clients in `finite` are known to be that.
+    """
     refused: dict[str, Failure] = {}
     leaves: dict[tuple[str, str], torch.Tensor] = {}
     for client, upload in uploads.items():
         wrong = _check_kinds(upload, declared[client], server)
         if wrong is not None:
             refused[client] = wrong
-        else:
+        elif client not in finite:
             leaves.update({(client, name): tensor for name, tensor in upload.items()})
-    checked, ends = finite_ends(leaves)
-    for (client, name), end in zip(checked, ends.tolist(), strict=True):
+    names, floats = float_leaves(leaves)
+    for (client, name), end in zip(names, ends(floats).tolist(), strict=True):
         if not math.isfinite(end) and client not in refused:
             refused[client] = Failure(f"{name} in its upload is not finite", non_finite=True)
     return refused

@@ -34,6 +34,7 @@ from fedprism.federation import Split
 from fedprism.methods.base import Draw, Me
 
 STEPS = BLOCK  # of one recording, at most
+REPEATS = 6  # launches of the longest recording of an epoch, at least, where models are small
 ROOM = 2**26  # bytes of images that one recording reads, at most
 LARGE = 5_000_000  # parameters of a model whose steps are long enough to be launched a few at a time
 RARE = 24  # recordings of one pass in one slot; what comes after runs step by step
@@ -173,7 +174,7 @@ class Replay:
         for number, epoch in enumerate(epochs):
             noises, begin = work.noises(number), 0
             self._send(trainer.order, epoch.order, split.begin)
-            for step, count, size in stretches(epoch.sizes, self._most(work, epoch.sizes[0])):
+            for step, count, size in stretches(epoch.sizes, self._most(work, epoch.sizes)):
                 stretch = trainer.stretches.get((count, size))
                 if stretch is None and len(trainer.stretches) < RARE:
                     try:
@@ -289,11 +290,16 @@ class Replay:
             self.tell(f"{work.each.name} (compiled)", str(why))
             return None
 
-    def _most(self, work: Work, size: int) -> int:
-        """Steps of a stretch: a power of two, fewer where they are long or their images large."""
+    def _most(self, work: Work, sizes: list[int]) -> int:
+        """Steps of a stretch: a power of two, fewer where they are long or their images large.
+
+        And fewer where there are few: the second launch of a recording takes far less time than its first.
+        """
+        size, repeats = sizes[0], max(1, sizes.count(sizes[0]) // REPEATS)
         dtype, shape = work.split.kind
         room = ROOM // (size * math.prod(shape) * dtype.itemsize * 5)  # as stored and as floats
-        return max(1, min(4 if self.large else STEPS, 1 << max(0, room.bit_length() - 1)))
+        few = 4 if self.large else min(STEPS, 1 << (repeats.bit_length() - 1))
+        return max(1, min(few, 1 << max(0, room.bit_length() - 1)))
 
     def _places(self) -> Addresses:
         """Where everything lies that a loss may read: a recording is of these addresses."""

@@ -292,7 +292,7 @@ class Method:
 
     def uploads(self, model: Net, now: Now) -> Mapping[str, Kind]:
         """What `upload` will hold, and of which kind each entry is."""
-        parameters = dict(model.named_parameters())
+        parameters = set(leaves.parameters(model))
         return {name: "weights" if name in parameters else "buffers" for name in now.shared}
 
     # --- the server --------------------------------------------------------------------------------------------------

@@ -40,6 +40,11 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: held[leaf] for name, held, leaf in places(model)}
 
 
+def parameters(model: nn.Module) -> Names:
+    """Every leaf that is trained: the names of `named_parameters`, quickly."""
+    return tuple(name for name, held, leaf in places(model) if isinstance(held[leaf], nn.Parameter))
+
+
 def everything(model: nn.Module) -> Names:
     """Every parameter and buffer that is kept."""
     return tuple(tensors(model))
@@ -80,11 +85,13 @@ def statistics(model: nn.Module) -> Names:
 
 def travelling(model: nn.Module, names: tuple[str, ...], bn: str) -> Names:
     """`names` less what the batch-norm policy keeps at home."""
-    policies = {"shared": (), "local": norms(model), "local-stats": statistics(model), "local-affine": affine(model)}
-    kept = policies.get(bn)
-    if kept is None:
-        raise ConfigError(unknown("batch-norm policy", bn, tuple(policies)))
-    return tuple(name for name in names if name not in set(kept))
+    if bn == "shared":
+        return names
+    policies = {"local": norms, "local-stats": statistics, "local-affine": affine}
+    if bn not in policies:
+        raise ConfigError(unknown("batch-norm policy", bn, ("shared", *policies)))
+    kept = set(policies[bn](model))
+    return tuple(name for name in names if name not in kept)
 
 
 def _of_norms(model: nn.Module, affine: bool, running: bool) -> Names:
