@@ -232,13 +232,14 @@ def _tuned_under_load() -> Iterator[None]:
     """
     from torch._inductor.runtime.benchmarking import benchmarker
 
-    plain, pool = benchmarker.benchmark_gpu, torch.cuda.graph_pool_handle()
+    plain = benchmarker.benchmark_gpu
 
     def measured(call: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         if torch.cuda.current_stream() == torch.cuda.default_stream():  # which cannot be captured
             return plain(call, *args, **kwargs)
         call()
         graphs = [torch.cuda.CUDAGraph() for _ in range(STREAMS)]
+        pool = torch.cuda.graph_pool_handle()  # which lives as long as they do
         try:
             for graph in graphs:
                 capture(graph, lambda: [call() for _ in range(CALLS)], pool)

@@ -50,7 +50,7 @@ NAME = ENGINE
 
 MOST_SLOTS = 24  # more gave nothing on the GPU that was measured
 PROBED = (1, 2, 4, 8, 12, 16, 20)  # numbers of slots that are tried, beside all
-AHEAD = 4  # recordings of a client that are launched before other slots have their turn
+AHEAD = 8  # recordings of a client that are launched before other slots have their turn
 SHARE = 0.4  # of the memory that is free at the start: for clients' data; and as much again for their states
 
 
@@ -63,6 +63,9 @@ class Graphs:
 
     def __init__(self, seconds: dict[str, float]) -> None:
         self.pool, self.seconds = torch.cuda.graph_pool_handle(), seconds
+        self.first = torch.cuda.CUDAGraph()  # of nothing: a pool whose last graph is gone cannot be used again
+        place = torch.zeros(1, device=torch.cuda.current_stream().device)
+        capture(self.first, place.zero_, self.pool)
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
         graph, begun = torch.cuda.CUDAGraph(), time.perf_counter()
@@ -227,9 +230,13 @@ class CudaGraphs:
         return loads, lines
 
     def _open(self) -> Slot:
-        stream: Any = torch.cuda.Stream
         shelf = self.data.own_shelf()
-        return Slot(stream(self.device), Graphs(self.seconds), shelf) if self.cuda else Slot(None, again, shelf)
+        if not self.cuda:
+            return Slot(None, again, shelf)
+        make: Any = torch.cuda.Stream
+        stream = make(self.device)
+        with torch.cuda.stream(stream):
+            return Slot(stream, Graphs(self.seconds), shelf)
 
     def _me(self, slot: Slot, job: Job) -> Me:
         arch = self.info.arch_of(job.data.name)

@@ -26,14 +26,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fedprism.config import Config
 from fedprism.engines.compiled import Compiler, Step, Untraceable, everything, slots
 from fedprism.engines.evaluate import Examine, Part, Purpose, Tally, Turns, eagerly, look, parts
-from fedprism.engines.noise import BLOCK, Noise, keyed_draw
+from fedprism.engines.noise import Noise, keyed_draw
 from fedprism.engines.passes import Epoch, Work, fit, inputs, make_optimizer
 from fedprism.engines.shelf import Arena, Placed, Shelf
 from fedprism.errors import FedprismError
 from fedprism.federation import Split
 from fedprism.methods.base import Draw, Me
 
-STEPS = BLOCK  # of one recording, at most
+STEPS = 8  # of one recording, at most; a divisor of BLOCK
 REPEATS = 6  # launches of the longest recording of an epoch, at least, where models are small
 ROOM = 2**26  # bytes of images that one recording reads, at most
 LARGE = 5_000_000  # parameters of a model whose steps are long enough to be launched a few at a time
