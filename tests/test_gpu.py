@@ -52,6 +52,12 @@ def metrics(raw: dict[str, Any], path: Path) -> bytes:
     return (run.path / "metrics.jsonl").read_bytes()
 
 
+def losses(raw: dict[str, Any], path: Path) -> list[float]:
+    """Every client's on its test images, in the end."""
+    run = api.run_config(structure(raw, Config), "x", out=path)
+    return [score.loss for score in run.record.rounds[-1].scores["received"]["test"].values()]
+
+
 def with_run(raw: dict[str, Any], **run: Any) -> dict[str, Any]:
     return {**raw, "run": {**raw["run"], **run}}
 
@@ -105,26 +111,24 @@ def test_out_of_memory_lowers_the_number_of_slots(tmp_path: Path) -> None:
     raw = {**RAW, "model": "alexnet-bn", "method": "fedbn", "train": {"rounds": 1, "batch": 64}, "data": data}
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    expected = metrics(with_run(raw, engine="cuda-graphs", slots=1), tmp_path / "one")
+    expected = losses(with_run(raw, engine="cuda-graphs", slots=1), tmp_path / "one")
     torch.cuda.empty_cache()
     most, total = 1.3 * torch.cuda.max_memory_reserved(), torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction(most / total)
     try:
         with pytest.warns(UserWarning, match="out of GPU memory"):
-            found = metrics(with_run(raw, engine="cuda-graphs", slots=5), tmp_path / "five")
+            found = losses(with_run(raw, engine="cuda-graphs", slots=5), tmp_path / "five")
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert found == expected
+    # Not bit by bit: where cuDNN finds no room for its scratch memory, it takes another algorithm.
+    assert found == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedcp", "fedpick"])
 def test_compiled_steps_follow_the_captured_ones(method: str, tmp_path: Path) -> None:
     raw = {**RAW, "method": method, "data": UNEQUAL, "train": {"rounds": 2, "batch": 16}}
-    losses = []
-    for compiled in (False, True):
-        run = api.run_config(structure(with_run(raw, compile=compiled), Config), "x", out=tmp_path / str(compiled))
-        losses.append([score.loss for score in run.record.rounds[-1].scores["received"]["test"].values()])
-    assert losses[0] == pytest.approx(losses[1], rel=0.05)
+    captured, compiled = (losses(with_run(raw, compile=each), tmp_path / str(each)) for each in (False, True))
+    assert captured == pytest.approx(compiled, rel=0.05)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

@@ -50,7 +50,7 @@ NAME = ENGINE
 
 MOST_SLOTS = 24  # more gave nothing on the GPU that was measured
 PROBED = (1, 2, 4, 8, 12, 16, 20)  # numbers of slots that are tried, beside all
-AHEAD = 8  # recordings of a client that are launched before other slots have their turn
+TURN = 3e-4  # seconds for which a slot launches recordings before the next one has its turn
 SHARE = 0.4  # of the memory that is free at the start: for clients' data; and as much again for their states
 
 
@@ -106,18 +106,18 @@ class Line(Generic[T]):
     work: Turns[Launched[T]] | None = None
 
     def turn(self, begin: Callable[[Slot, str], Turns[Launched[T]]]) -> list[tuple[str, Launched[T]]]:
-        """Launch one recording, or the first few of a client; what is through with that."""
-        finished, left = [], 1
-        while left and self.clients:
+        """Launch a recording, or some that take no time to launch; what is through with that."""
+        try:
             if self.work is None:
-                self.work, left = begin(self.slot, self.clients[0]), AHEAD
-            try:
+                self.work = begin(self.slot, self.clients[0])
+                next(self.work)  # what comes before the first recording does not count
+            begun = time.perf_counter()
+            while time.perf_counter() < begun + TURN:
                 next(self.work)
-                left -= 1
-            except StopIteration as end:
-                finished.append((self.clients.pop(0), end.value))
-                self.work = None
-        return finished
+        except StopIteration as end:
+            self.work = None
+            return [(self.clients.pop(0), end.value)]
+        return []
 
 
 @ENGINES.register(NAME)
@@ -165,6 +165,9 @@ class CudaGraphs:
 
     def close(self) -> None:
         """Let go of slots, recordings and data."""
+        for slot in self.slots:
+            for me in slot.here.values():
+                me.replay = None  # which knows `me`: so that all goes at once, not when Python next looks for cycles
         self.slots.clear()
         self.data.clear()
         if self.cuda:
