@@ -87,6 +87,7 @@ def launch_round(
     method, config = job.method, job.config
     me = slot or open_slot(job)
     now = _enter(me, job, state, down)
+    yield
     now = yield from _train(me, job, now, method.passes)
     kept, figures = take(me.model), Figures()
     with torch.no_grad():

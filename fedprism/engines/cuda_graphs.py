@@ -110,7 +110,7 @@ class Line(Generic[T]):
         try:
             if self.work is None:
                 self.work = begin(self.slot, self.clients[0])
-                next(self.work)  # what comes before the first recording does not count
+                next(self.work)  # up to what is launched
             begun = time.perf_counter()
             while time.perf_counter() < begun + TURN:
                 next(self.work)

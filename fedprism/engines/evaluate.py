@@ -127,7 +127,17 @@ def parts(split: Split) -> Iterator[Part]:
     most, padded = sweep_batch(split.y.device, split.kind), split.y.device.type == "cuda"
     for begin in range(0, len(split), most):
         count = min(most, len(split) - begin)
-        yield Part(begin, count, max(LEAST_ROWS, 1 << math.ceil(math.log2(count))) if padded else count)
+        yield Part(begin, count, _padded(count) if padded else count)
+
+
+def _padded(count: int) -> int:
+    """At least so many rows: one of four sizes between a power of two and the next.
+
+    >>> [_padded(count) for count in (3, 65, 150, 750, 1024)]
+    [16, 80, 160, 768, 1024]
+    """
+    step = max(LEAST_ROWS, (1 << math.ceil(math.log2(count))) // 8)
+    return -(-count // step) * step
 
 
 def look(
