@@ -35,11 +35,12 @@ LONG = 50  # rounds from which on compiling, which takes a minute or two, is cho
 SMALL = 8_000_000  # numbers of a convolution's unfolded input up to which it becomes a matrix product
 BETAS, EPSILON = (0.9, 0.999), 1e-8  # torch.optim.Adam's
 
-STREAMS, CALLS = 8, 25  # at which and how often a kernel is run when it is tuned
+STREAMS, CALLS, LONGEST = 8, 25, 2e-3  # on which, how often and for how many seconds a kernel is run to tune it
 
 OPTIONS: dict[str, Any] = {
     "max_autotune": True,
     "max_autotune_gemm_backends": "TRITON",  # whose products take what follows them along
+    "max_autotune_conv_backends": "ATEN",  # cuDNN's: what is left as a convolution is large
     "autotune_fallback_to_aten": True,
     "benchmark_epilogue_fusion": False,
     "combo_kernels": True,
@@ -238,14 +239,19 @@ def _tuned_under_load() -> Iterator[None]:
         if torch.cuda.current_stream() == torch.cuda.default_stream():  # which cannot be captured
             return plain(call, *args, **kwargs)
         call()
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        calls = max(1, min(CALLS, int(LONGEST / (time.perf_counter() - begun))))
         graphs = [torch.cuda.CUDAGraph() for _ in range(STREAMS)]
         pool = torch.cuda.graph_pool_handle()  # which lives as long as they do
         try:
             for graph in graphs:
-                capture(graph, lambda: [call() for _ in range(CALLS)], pool)
+                capture(graph, lambda: [call() for _ in range(calls)], pool)
         except RuntimeError:  # something that cannot be captured
             return plain(call, *args, **kwargs)
-        return _milliseconds(graphs) / (STREAMS * CALLS)
+        return _milliseconds(graphs) / (STREAMS * calls)
 
     benchmarker.benchmark_gpu = measured  # type: ignore[method-assign]
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import time
 import warnings
@@ -49,7 +50,6 @@ log = logging.getLogger("fedprism")
 NAME = ENGINE
 
 MOST_SLOTS = 24  # more gave nothing on the GPU that was measured
-PROBED = (1, 2, 4, 8, 12, 16, 20)  # numbers of slots that are tried, beside all
 TURN = 3e-4  # seconds for which a slot launches recordings before the next one has its turn
 SHARE = 0.4  # of the memory that is free at the start: for clients' data; and as much again for their states
 
@@ -329,10 +329,12 @@ class CudaGraphs:
             longest = [found for me in slot.here.values() for found in me.replay.longest().values()]
             if longest:
                 plays.append((slot, max(longest, key=lambda found: found[0])))
-        counts = sorted({*(n for n in PROBED if n < len(plays)), len(plays)} - {0})
+        waiting = self._largest_first(clients)
+        turns = range(1, len(waiting) + 1)  # that a slot has, if clients are dealt evenly
+        counts = sorted({count for turn in turns if (count := math.ceil(len(waiting) / turn)) <= len(plays)})
         if len(counts) < 2:
             return self.most
-        loads = {n: self._dealt(self._largest_first(clients), n)[0] for n in counts}
+        loads = {n: self._dealt(waiting, n)[0] for n in counts}
         speeds = {n: self._speed(plays[:n]) * sum(load) / (n * max(load)) for n, load in loads.items()}
         return next(n for n in counts if speeds[n] >= 0.99 * max(speeds.values()))
 
