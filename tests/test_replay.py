@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedprism.config import Config, structure
-from fedprism.engines import compiled, cuda_graphs
+from fedprism.engines import compiled, cuda_graphs, replay
 from fedprism.engines.client import make_info
 from fedprism.engines.cuda_graphs import CudaGraphs
 from fedprism.engines.inprocess import InProcess
@@ -251,3 +253,138 @@ def test_a_pass_over_public_images_and_one_with_its_own_batch_are_recorded(unequ
     two, _ = trained(CudaGraphs, Several(), config, federation)
     assert two.engine.reasons == {}  # type: ignore[attr-defined]
     assert same(one.server, two.server)
+
+
+def test_steps_that_are_too_rare_to_be_recorded_are_single_steps(
+    unequal: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stretch of several steps beyond the recordings of a slot: each of its batches is a step of its own."""
+    monkeypatch.setattr(replay, "RARE", 1)
+    monkeypatch.setattr(replay, "REPEATS", 1)
+    config = structure({**RAW, "run": {"slots": 1}}, Config)
+    one, seen = trained(InProcess, METHODS["fedpick"](), config, unequal)
+    two, replayed = trained(CudaGraphs, METHODS["fedpick"](), config, unequal)
+    assert same(one.server, two.server)
+    assert [replace(r, seconds={}) for r in seen.records] == [replace(r, seconds={}) for r in replayed.records]
+
+
+def test_a_step_is_compiled_for_each_architecture(unequal: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "inductor", as_traced)
+    models = ["lenet-bn", {"name": "mlp", "hidden": [16]}, {"name": "mlp", "hidden": [24]}]
+    config = structure({**RAW, "model": {"per_client": models}, "method": "local", "run": {"slots": 1}}, Config)
+    one, _ = trained(InProcess, METHODS["local"](), config, unequal)
+    two, _ = trained(CudaGraphs, METHODS["local"](), replace(config, run=replace(config.run, compile=True)), unequal)
+    assert two.engine.reasons == {}  # type: ignore[attr-defined]
+    for client in unequal.names:
+        state, other = one.states[client], two.states[client]
+        assert all(torch.allclose(state[name], other[name], rtol=1e-3, atol=1e-4) for name in state)
+
+
+@dataclass(frozen=True)
+class LogsTwice(Method):
+    def passes(self, me: Me, now: Now) -> list[Pass]:
+        return [Pass(self.loss, "first", epochs=1), Pass(self.second, "second")]
+
+    def second(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.loss(me, x, y)
+        me.log("value", loss)
+        me.log("value", 3 * loss)
+        return loss
+
+
+def test_what_compiled_steps_log_is_counted_for_each_pass(unequal: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "inductor", as_traced)
+    config = structure({**RAW, "train": {**RAW["train"], "rounds": 2}}, Config)
+    _, seen = trained(InProcess, LogsTwice(), config, unequal)
+    _, replayed = trained(CudaGraphs, LogsTwice(), replace(config, run=replace(config.run, compile=True)), unequal)
+    for record, other in zip(seen.records, replayed.records, strict=True):
+        for client, logs in record.logs.items():
+            assert other.logs[client] == pytest.approx(dict(logs), rel=1e-3)
+
+
+@dataclass(frozen=True)
+class Weighted(Method):
+    """A loss whose weight is a default argument, and another one in every round."""
+
+    def passes(self, me: Me, now: Now) -> list[Pass]:
+        return [Pass(lambda me, x, y, weight=1.0 + now.round: Method.loss(self, me, x, y) * weight)]
+
+
+@dataclass(frozen=True)
+class Growing(Method):
+    """Scratch that holds more leaves in every round."""
+
+    def start(self, me: Me, now: Now) -> None:
+        names = sorted(me.parameters())[: 1 + now.round]
+        me.keep("anchor", me.parameters(names))
+
+    def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
+        own = me.parameters(me["anchor"])
+        return super().loss(me, x, y) + sum((own[n] - a).square().sum() + a.sum() for n, a in me["anchor"].items())
+
+
+@dataclass(frozen=True)
+class Looks(Method):
+    """An end of a pass that runs the model as training left it."""
+
+    def passes(self, me: Me, now: Now) -> list[Pass]:
+        return [Pass(self.loss, end=self.look)]
+
+    def look(self, me: Me, now: Now) -> None:
+        me.log("seen", me.model(now.data.train.x[:8].float() / 255))
+
+
+@pytest.mark.parametrize("method", [Weighted(), Growing(), Looks()])
+def test_what_a_recording_depends_on(method: Method, unequal: Federation) -> None:
+    config = structure({**RAW, "model": "lenet-bn"}, Config)
+    one, seen = trained(InProcess, method, config, unequal)
+    two, replayed = trained(CudaGraphs, method, config, unequal)
+    assert same(one.server, two.server)
+    assert [replace(r, seconds={}) for r in seen.records] == [replace(r, seconds={}) for r in replayed.records]
+    assert two.engine.reasons == {}  # type: ignore[attr-defined]
+
+
+def test_a_pass_that_reads_something_elsewhere_for_every_client_runs_step_by_step(
+    unequal: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @dataclass(frozen=True)
+    class Moves(Method):
+        def start(self, me: Me, now: Now) -> None:
+            me.scratch["weight"] = torch.ones(len(now.data.train)).mean()
+
+        def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
+            return super().loss(me, x, y) * me["weight"]
+
+    monkeypatch.setattr(replay, "PASSES", 2)
+    config = structure({**RAW, "run": {"slots": 1}}, Config)
+    one, _ = trained(InProcess, Moves(), config, unequal)
+    two, _ = trained(CudaGraphs, Moves(), config, unequal)
+    assert "another place" in two.engine.reasons["train"]  # type: ignore[attr-defined]
+    assert same(one.server, two.server)
+
+
+def test_a_closed_engine_holds_nothing(unequal: Federation) -> None:
+    """Not even until Python next looks for cycles: on a GPU that memory is missing in the next run."""
+    config = structure({**RAW, "train": {"rounds": 1}, "run": {"slots": 2}}, Config)
+    info = make_info(config, unequal.names, unequal.classes, unequal.shape)
+    method = METHODS["fedpick"]()
+    engine = CudaGraphs(method, config, info, unequal, CPU)
+    loop = make_loop(method, config, info, unequal, engine, CPU)
+    gc.collect()
+    gc.disable()
+    try:
+        loop.one_round(0)
+        models = [weakref.ref(me.model) for slot in engine.slots for me in slot.here.values()]
+        assert len(models) == 2
+        engine.close()
+        assert [model() for model in models] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_states_that_are_only_received_are_parked_too(unequal: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "SHARE", 0.0)
+    config = structure({**RAW, "clients": {"participation": 0.3}}, Config)
+    one, _ = trained(InProcess, METHODS["fedios"](), config, unequal)
+    two, _ = trained(CudaGraphs, METHODS["fedios"](), config, unequal)
+    assert all(same(one.states[client], two.states[client]) for client in unequal.names)

@@ -71,7 +71,7 @@ class Step:
     held: list[Tensor]
     changed: list[int]  # which of these come out anew
     noises: list[Noises]
-    logged: list[str]
+    logged: dict[str, int]  # how often a step logs what
     me: Me
 
     @contextmanager
@@ -87,8 +87,8 @@ class Step:
         noise = [draw(name, *shape) for name, shape in self.noises]
         for place, tensor in zip(self.changed, self.function(*self.now, x, y, *noise), strict=True):
             self.now[place] = tensor
-        for name in self.logged:
-            self.me.counts[name] = self.me.counts.get(name, 0) + 1
+        for name, times in self.logged.items():
+            self.me.counts[name] = self.me.counts.get(name, 0) + times
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,13 @@ class Layout:
     noises: list[Noises]
 
 
-def trace(work: Work, layout: Layout, examples: Sequence[Tensor]) -> tuple[torch.fx.GraphModule, list[int]]:
-    """The step as a graph of tensor operations, and which of its inputs come out of it anew."""
+def trace(
+    work: Work, layout: Layout, examples: Sequence[Tensor]
+) -> tuple[torch.fx.GraphModule, list[int], dict[str, int]]:
+    """The step as a graph of tensor operations, which of its inputs come out of it anew, and how often it logs what."""
     me, settings = work.me, work.settings
     changed: list[int] = []
+    logged: dict[str, int] = {}
 
     def step(*tensors: Tensor) -> list[Tensor]:
         rest = list(tensors)
@@ -119,13 +122,14 @@ def trace(work: Work, layout: Layout, examples: Sequence[Tensor]) -> tuple[torch
         for place in layout.trained:
             inner[place] = held[place].detach().requires_grad_(True)
         logs: dict[str, Tensor] = {}
-        with _swapped(layout.slots, inner), _listening(me, noise, logs), torch.enable_grad():
+        logged.clear()
+        with _swapped(layout.slots, inner), _listening(me, noise, logs, logged), torch.enable_grad():
             with Rewritten(), precision(work.config, x.device):
                 loss = work.each.loss(me, x, y)
             assert loss is not None
             trained = [inner[place] for place in layout.trained]
             found = torch.autograd.grad(loss, trained, allow_unused=True)
-        me.log_into(logs, f"loss/{work.each.name}", loss)
+            me.log(f"loss/{work.each.name}", loss)
         with torch.no_grad():
             grads = _clipped(found, work.config.train.clip)
             for name, value in logs.items():
@@ -139,7 +143,9 @@ def trace(work: Work, layout: Layout, examples: Sequence[Tensor]) -> tuple[torch
                     changed.extend([place, *(len(layout.slots) + each for each in own)])
             return new
 
-    return make_fx(step, tracing_mode="fake")(*examples), changed
+    # What is not among the inputs is the same for every client: a matrix that an adapter holds.
+    traced = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
+    return traced, changed, logged
 
 
 class Compiler:
@@ -147,7 +153,8 @@ class Compiler:
 
     def __init__(self, device: torch.device, tell: Callable[[str, float | None], None]) -> None:
         self.device, self.tell = device, tell  # told before with a text, and after with the seconds that it took
-        self.known: dict[Any, tuple[Function, list[Name], list[int]]] = {}  # what it takes, which of it it changes
+        # By key: what a step takes, which of that it changes, and how often it logs what.
+        self.known: dict[Any, tuple[Function, list[Name], list[int], dict[str, int]]] = {}
         self.build: Callable[[torch.fx.GraphModule, Sequence[Tensor]], Function] = inductor
 
     def step(self, key: Any, work: Work, trainer: Any, noises: list[Noises], batch: tuple[Tensor, Tensor]) -> Step:
@@ -161,6 +168,9 @@ class Compiler:
             ("rate", ""): trainer.optimizer.param_groups[0]["lr"],
             **{("sum", name): tensor for name, tensor in me.sums.items()},
         }
+        named = {**tensors, ("x", ""): batch[0], ("y", ""): batch[1]}
+        kinds = tuple((name, t.shape, t.stride(), t.dtype) for name, t in named.items())
+        key = (key, kinds)
         if key not in self.known:
             self.tell(f"compiling the step of pass {work.each.name!r}, once", None)
             begun = time.perf_counter()
@@ -171,18 +181,21 @@ class Compiler:
             noise = [torch.rand(shape, device=self.device) for _, shape in noises]
             examples = [*inputs.values(), *batch, *noise]
             try:
-                graph, changed = trace(work, layout, examples)
-            except Exception as error:  # whatever tracing cannot do is a reason to run it as it is
-                words = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-                raise Untraceable(f"it cannot be traced ({words})") from error
-            used = _without_unused(graph, len(inputs))
-            examples = [each for place, each in enumerate(examples) if place in used or place >= len(inputs)]
-            order = [place for place in range(len(inputs)) if place in used]
-            names = [name for place, name in enumerate(inputs) if place in used]
-            self.known[key] = (self.build(graph, examples), names, [order.index(place) for place in changed])
+                graph, changed, logged = trace(work, layout, examples)
+                used = _without_unused(graph, len(inputs))
+                examples = [each for place, each in enumerate(examples) if place in used or place >= len(inputs)]
+                order = [place for place in range(len(inputs)) if place in used]
+                names = [name for place, name in enumerate(inputs) if place in used]
+                function = self.build(graph, examples)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever cannot be compiled runs as it is
+                words = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+                raise Untraceable(f"it cannot be compiled ({words})") from error
+            self.known[key] = (function, names, [order.index(place) for place in changed], logged)
             self.tell("", time.perf_counter() - begun)
-        function, names, changes = self.known[key]
-        return Step(function, [inputs[name] for name in names], changes, noises, list(me.sums), me)
+        function, names, changes, logged = self.known[key]
+        return Step(function, [inputs[name] for name in names], changes, noises, logged, me)
 
 
 def _without_unused(graph: torch.fx.GraphModule, count: int) -> set[int]:
@@ -220,6 +233,10 @@ def capture(graph: torch.cuda.CUDAGraph, work: Callable[[], Any], pool: Any) -> 
                 graph.capture_end()
             raise
         graph.capture_end()
+    except RuntimeError as error:
+        if "CUDA error: out of memory" in str(error):  # not PyTorch's allocator, but a graph or a library
+            raise torch.OutOfMemoryError(str(error)) from None
+        raise
     finally:
         if collecting:
             gc.enable()
@@ -311,15 +328,20 @@ def _swapped(slots: Sequence[Place], tensors: Sequence[Tensor]) -> Iterator[None
 
 
 @contextmanager
-def _listening(me: Me, noise: dict[Any, Tensor], logs: dict[str, Tensor]) -> Iterator[None]:
-    """Within: noise is what is given, and what is logged is noted in `logs`."""
-    before = me.draw, me.log
+def _listening(me: Me, noise: dict[Any, Tensor], logs: dict[str, Tensor], logged: dict[str, int]) -> Iterator[None]:
+    """Within: noise is what is given; what is logged is added up in `logs`, and how often it was in `logged`."""
+    before = me.draw
+
+    def log(name: str, value: Tensor) -> None:
+        me.log_into(logs, name, value)
+        logged[name] = logged.get(name, 0) + 1
+
     me.draw = lambda name, *shape: noise[name, shape]
-    me.log = lambda name, value: me.log_into(logs, name, value)  # type: ignore[method-assign]
+    me.log = log  # type: ignore[method-assign]
     try:
         yield
     finally:
-        me.draw = before[0]
+        me.draw = before
         del me.log  # the instance's: the class's is there again
 
 
@@ -362,6 +384,8 @@ def _conv2d(
     if len(x) * rows * columns * weight[0].numel() > SMALL:
         return None
     bias = weight.new_zeros(len(weight)) if bias is None else bias
+    if torch.is_autocast_enabled(x.device.type):  # as a convolution: its backward runs in the same precision
+        x, weight, bias = (each.to(torch.get_autocast_dtype(x.device.type)) for each in (x, weight, bias))
     product: Tensor = Product.apply(x, weight, bias, (high, wide))  # type: ignore[no-untyped-call]
     return product
 

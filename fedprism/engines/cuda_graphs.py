@@ -15,7 +15,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
@@ -137,6 +137,8 @@ class CudaGraphs:
         self.slots: list[Slot] = []
         self.most = MOST_SLOTS if config.run.slots == "auto" else config.run.slots
         self.trained = 0  # calls of `train` so far
+        self.probed = config.run.slots != "auto"
+        self.alone = False  # has memory run out with one slot?
         self.seconds = {"capture_seconds": 0.0, "compile_seconds": 0.0}
         self.reasons: dict[str, str] = {}  # passes that are not recorded, and why
         self.compiler = Compiler(device, self._compiling) if config.run.compile is True else None
@@ -145,15 +147,17 @@ class CudaGraphs:
         self.data, self.arena = Data(federation, device, self.room), Arena(device)
 
     def train(self, round: int, requests: Mapping[str, Request]) -> dict[str, Result | Failure]:
-        if self.trained == 1 and self.config.run.slots == "auto":
+        if self.trained and not self.probed and len(requests) >= len(self.slots):
+            self.probed = True
             self.most = self._probe(requests)
-            del self.slots[self.most :]
+            self._drop()
         answers = self._all(launch_round, round, requests)
         self.trained += 1
         if self.trained == 1 and self.cuda:  # what is there by now stays: looking through it again and again takes long
             gc.collect()
             gc.freeze()
-        return self._parked(answers)
+        states = self._parked({client: a.state for client, a in answers.items() if isinstance(a, Result)})
+        return {c: replace(a, state=states[c]) if isinstance(a, Result) else a for c, a in answers.items()}
 
     def evaluate(self, round: int, requests: Mapping[str, Request]) -> dict[str, Scores | Failure]:
         answers: dict[str, Scores] = self._all(launch_evaluate, round, requests)
@@ -161,25 +165,27 @@ class CudaGraphs:
 
     def receive(self, round: int, requests: Mapping[str, Request]) -> dict[str, State | Failure]:
         answers: dict[str, State] = self._all(launch_receive, round, requests)
-        return dict(answers)
+        return dict(self._parked(answers))
 
     def close(self) -> None:
         """Let go of slots, recordings and data."""
-        for slot in self.slots:
-            for me in slot.here.values():
-                me.replay = None  # which knows `me`: so that all goes at once, not when Python next looks for cycles
-        self.slots.clear()
+        with suppress(RuntimeError):  # of a device that has failed; that was told already
+            self._wait()  # after an exception, recordings that were launched may still run
+        self.tell, self.say = lambda done, of: None, lambda text: None  # whoever listened lives longer
+        self.most = 0
+        self._drop()
         self.data.clear()
         if self.cuda:
             gc.unfreeze()
+            gc.collect()
+            torch.cuda.empty_cache()
 
     def _all(self, launch: Launch[T], round: int, requests: Mapping[str, Request]) -> dict[str, T]:
         """Launch every client in a slot, largest first, each where there is least to do; read all answers together."""
         launched: dict[str, Launched[T]] = {}
         self.data.fetch(requests)
         self.arena.reset()
-        while len(self.slots) < min(self.most, len(requests)):
-            self.slots.append(self._open())
+        self._open_slots(min(self.most, len(requests)))
 
         def begin(slot: Slot, client: str) -> Turns[Launched[T]]:
             data, request = self.data.at(client, slot.shelf), requests[client]
@@ -189,19 +195,22 @@ class CudaGraphs:
         fitted, waiting = bool(self.trained), self._largest_first(requests)
         while waiting := [client for client in waiting if client not in launched]:
             self._begin()
-            before = torch.cuda.memory_allocated(self.device) if self.cuda else 0
-            some = waiting if fitted else waiting[:1]
+            before = torch.cuda.memory_reserved(self.device) if self.cuda else 0
+            some, short = waiting if fitted else waiting[:1], ""
             lines = self._dealt(self._largest_first(requests), len(self.slots))[1]
             try:
                 for client, answer in self._in_turn(begin, [[c for c in line if c in some] for line in lines]):
                     launched[client] = answer
                     self.tell(len(launched), len(requests))
             except torch.OutOfMemoryError as error:
-                self._fewer(error)  # what was under way is begun anew
+                short = str(error)
+            if short:  # past the exception, which holds what was under way; that is begun anew
+                self._fewer(short)
                 continue
             if not fitted:
                 self._fit_memory(before)
                 fitted = True
+        self.alone = False
         self._join()
         return read_all({client: launched[client] for client in requests})
 
@@ -231,6 +240,24 @@ class CudaGraphs:
             loads[place] += max(1, len(self.clients[client].train))
             lines[place].append(client)
         return loads, lines
+
+    def _open_slots(self, count: int) -> None:
+        """Slots, so many or as many as there is room for."""
+        while len(self.slots) < count:
+            try:
+                self.slots.append(self._open())
+            except torch.OutOfMemoryError:
+                if not self.slots:
+                    raise
+                self.most = count = len(self.slots)
+
+    def _drop(self) -> None:
+        """Let go of slots that are too many."""
+        for slot in self.slots[self.most :]:
+            for me in slot.here.values():
+                me.replay.close()
+                me.replay = None
+        del self.slots[self.most :]
 
     def _open(self) -> Slot:
         shelf = self.data.own_shelf()
@@ -265,44 +292,41 @@ class CudaGraphs:
         if not self.cuda or self.trained or self.config.run.slots != "auto":
             return
         torch.cuda.synchronize(self.device)
-        one = max(1, torch.cuda.memory_allocated(self.device) - before)
+        one = max(1, torch.cuda.memory_reserved(self.device) - before)  # what activations took is reserved, not in use
         free = torch.cuda.mem_get_info(self.device)[0]
         self.most = max(1, min(self.most, 1 + int(0.8 * free / one)))
-        del self.slots[self.most :]
+        self._drop()
 
-    def _fewer(self, error: torch.OutOfMemoryError) -> None:
-        """Out of memory: half the slots; what is complete stays."""
-        if len(self.slots) < 2:
+    def _fewer(self, error: str) -> None:
+        """Out of memory: half the slots; what is complete stays. One slot is tried again, with all memory freed."""
+        if len(self.slots) < 2 and self.alone:
             raise ConfigError(
-                f"the GPU's memory does not hold one client ({str(error).splitlines()[0]}); take a smaller train.batch "
-                "or model, or set run.device: cpu."
-            ) from error
-        if self.cuda:
-            torch.cuda.synchronize(self.device)
-        self.most = len(self.slots) // 2
-        del self.slots[self.most :]
+                f"the GPU's memory does not hold one client ({error.splitlines()[0]}); take a smaller train.batch or "
+                "model, or set run.device: cpu."
+            )
+        self._wait()
+        self.alone = len(self.slots) < 2
+        if not self.alone:
+            self.most = len(self.slots) // 2
+            warnings.warn(f"out of GPU memory: going on with {self.most} slots instead of more.", stacklevel=3)
+        self._drop()
         gc.collect()
         if self.cuda:
             torch.cuda.empty_cache()
-        warnings.warn(f"out of GPU memory: going on with {self.most} slots instead of more.", stacklevel=3)
 
-    def _parked(self, answers: dict[str, Result | Failure]) -> dict[str, Result | Failure]:
+    def _parked(self, states: dict[str, State]) -> dict[str, State]:
         """States in pinned memory of the host where those of all clients do not fit on the device."""
-        one = max((size(a.state) for a in answers.values() if isinstance(a, Result)), default=0)
-        if one * len(self.info.clients) <= self.room:
-            return answers
+        if max(map(size, states.values()), default=0) * len(self.info.clients) <= self.room:
+            return states
         parked = {
-            c: replace(a, state=self._pinned(a.state)) if isinstance(a, Result) else a for c, a in answers.items()
+            client: {name: torch.empty_like(t, device="cpu", pin_memory=self.cuda) for name, t in state.items()}
+            for client, state in states.items()
         }
-        if self.cuda:
-            torch.cuda.current_stream(self.device).synchronize()
+        for client, state in parked.items():
+            for name, tensor in state.items():
+                tensor.copy_(states[client][name], non_blocking=True)
+        self._wait()
         return parked
-
-    def _pinned(self, state: State) -> State:
-        host = {n: torch.empty_like(t, device="cpu", pin_memory=self.cuda) for n, t in state.items()}
-        for name, tensor in host.items():
-            tensor.copy_(state[name], non_blocking=True)
-        return host
 
     # --- streams: every slot starts after what came before, and what comes after waits for all of them ---------------
 
@@ -383,7 +407,8 @@ def read_all(launched: Mapping[str, Launched[T]]) -> dict[str, T]:
         return {}
     every = ends([tensor for each in launched.values() for tensor in each.floats])
     figures = [each.figures for each in launched.values()]
-    values = torch.cat([*figures, every.to(figures[0].device)]).tolist()
+    there = [part for part in (*figures, every) if len(part)]  # what is empty may be on another device
+    values = torch.cat(there).tolist() if there else []
     answers, begin, last = {}, 0, len(values) - len(every)
     for client, each in launched.items():
         end, until = begin + len(each.figures), last + len(each.floats)

@@ -200,12 +200,12 @@ def eagerly(
     step: int,
     part: Part,
 ) -> tuple[Mapping[str, Tensor], int]:
-    """One batch, filled up with its first row; what is spread over images, and how many rows of it count."""
+    """One batch, filled up with its last row; what is spread over images, and how many rows of it count."""
     model.eval()
     device = split.y.device
     rows = torch.arange(part.begin, part.begin + part.size, device=device)
     valid = rows < part.begin + part.count
-    rows = torch.where(valid, rows, part.begin)
+    rows = rows.clamp(max=part.begin + part.count - 1)
     batch = (split.batch(rows), split.y[rows], valid)
     return look(examine, model, config, batch, keyed_draw(device, *purpose, step), tally).spreads, part.count
 

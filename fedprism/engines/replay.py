@@ -16,7 +16,7 @@ import math
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,9 +38,10 @@ REPEATS = 6  # launches of the longest recording of an epoch, at least, where mo
 ROOM = 2**26  # bytes of images that one recording reads, at most
 LARGE = 5_000_000  # parameters of a model whose steps are long enough to be launched a few at a time
 RARE = 24  # recordings of one pass in one slot; what comes after runs step by step
+PASSES = 64  # kinds of passes that a slot records, and how often one of them anew because what it reads has moved
 
 Places = dict[tuple[str, tuple[int, ...]], Tensor]  # of noise, by name and shape
-Addresses = dict[tuple[str, str], int]  # of tensors, by name
+Addresses = dict[tuple[str, str], Hashable]  # of tensors, by name: where they lie and of which kind they are
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
 
 
@@ -82,8 +83,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = func(*args, **(kwargs or {}))
         if name in ("copy_", "_to_copy"):
             source = args[1] if name == "copy_" else args[0]
-            if source.device.type == "cpu" != made.device.type:
-                raise Waits("it copies a tensor from the host")
+            if source.device.type != made.device.type:
+                raise Waits(f"it copies a tensor {'from' if source.device.type == 'cpu' else 'to'} the host")
         return made
 
 
@@ -114,6 +115,12 @@ class Trainer:
     def state(self) -> list[Tensor]:
         """The optimiser's."""
         return [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+
+    def forget(self) -> None:
+        """Let go of the recordings, each of which knows its stretch."""
+        for stretch in self.stretches.values():
+            stretch.play = None
+        self.stretches.clear()
 
     def reset(self, rate: float) -> None:
         """As a fresh optimiser: its state at zero."""
@@ -156,6 +163,18 @@ class Replay:
         self.trainers: dict[Hashable, Trainer] = {}
         self.glances: dict[Hashable, tuple[Addresses, dict[int, Glance]]] = {}  # by batch
         self.failed: dict[str, str] = {}  # what cannot be recorded, and why
+        self.moved: dict[Hashable, int] = {}  # how often passes had to be recorded anew
+        self.prepared: Trainer | None = None  # whose modes and gradients the model has
+
+    def close(self) -> None:
+        """Let go of all recordings. They know this object and each other, so they would not go by themselves."""
+        for trainer in self.trainers.values():
+            trainer.forget()
+        for glance in (glance for _, glances in self.glances.values() for glance in glances.values()):
+            glance.play = None
+        self.trainers.clear()
+        self.glances.clear()
+        self.prepared = None
 
     # --- training ----------------------------------------------------------------------------------------------------
 
@@ -163,13 +182,18 @@ class Replay:
         """Train on these rows, a recording at a turn; the number of steps."""
         name = work.each.name
         if name in self.failed:
-            return fit(work, epochs)
+            return self._eagerly(work, epochs, self.failed[name])
         if not self._hashable(work):
             return self._eagerly(work, epochs, "its loss is made anew in every round, so it cannot be known again")
         split = work.split
         assert isinstance(split, Placed)
         trainer = self._trainer(work, split)
+        if trainer is None:
+            return self._eagerly(work, epochs, "what it reads lies at another place for every client")
         trainer.reset(work.rate)
+        if self.prepared is not trainer or not self.me.model.training:  # a replay does not, and hooks may look at it
+            work.prepare()
+            self.prepared = trainer
         steps, change = 0, work.change
         for number, epoch in enumerate(epochs):
             noises, begin = work.noises(number), 0
@@ -181,8 +205,14 @@ class Replay:
                         stretch = self._record(work, trainer, change, split.shelf, (count, size))
                     except Waits as why:
                         return self._eagerly(work, epochs, str(why))
+                    except BaseException:
+                        if not trainer.stretches:  # its optimiser may be half-made
+                            del self.trainers[_of_pass(work)]
+                        raise
                 if stretch is None:
-                    self._step_by_step(work, trainer, change, epoch.order[begin : begin + count * size], step, noises)
+                    for i in range(count):
+                        rows = epoch.order[begin + i * size : begin + (i + 1) * size]
+                        self._step_by_step(work, trainer, change, rows, step + i, noises)
                 else:
                     self._play(stretch, step, noises)
                     yield
@@ -199,8 +229,8 @@ class Replay:
 
     def _eagerly(self, work: Work, epochs: list[Epoch], why: str) -> int:
         """Step by step, from now on: nothing was trained yet, since the first stretch is recorded before it runs."""
-        self.failed[work.each.name] = why
-        self.tell(work.each.name, why)
+        self.failed[work.each.name], self.prepared = why, None
+        self.tell(work.each.name, why)  # who tells it once
         return fit(work, epochs)
 
     def _step_by_step(
@@ -222,10 +252,16 @@ class Replay:
         for name, values in stretch.logged.items():
             self.me.counts[name] = self.me.counts.get(name, 0) + values
 
-    def _trainer(self, work: Work, split: Placed) -> Trainer:
+    def _trainer(self, work: Work, split: Placed) -> Trainer | None:
+        """What this pass trains with, new or as it was; None where it would have to be made anew again and again."""
         key, places = _of_pass(work), {**self._places(), ("shelf", ""): split.shelf.x.data_ptr()}
         trainer = self.trainers.get(key)
         if trainer is None or not _there(trainer.places, places) or len(split) >= len(trainer.order):
+            self.moved[key] = self.moved.get(key, 0) + 1
+            if self.moved[key] > PASSES:
+                return None
+            if trainer is not None:
+                trainer.forget()
             trained = work.prepare()
             optimizer = make_optimizer(work.settings, trained, work.rate)
             order = torch.zeros(1 + max(len(split), split.shelf.longest), dtype=torch.int64, device=self.device)
@@ -235,6 +271,7 @@ class Replay:
     def _record(self, work: Work, trainer: Trainer, change: Any, shelf: Shelf, shape: tuple[int, int]) -> Stretch:
         """Run one step to see that it can be recorded, put everything back, and record."""
         me, (count, size), order = self.me, shape, trainer.order
+        work = replace(work, now=replace(work.now, down={}))  # a recording outlives what was sent
         stretch = Stretch(({}, {}))
         ahead = torch.arange(count * size, device=self.device)
         plain = work.config.data.augment == "none" or work.each.data != "train"
@@ -283,7 +320,7 @@ class Replay:
         """The compiled step of this pass, or None where it cannot be compiled."""
         assert self.compiler is not None
         noises, rows = list(stretch.noises[0]), trainer.order[1 : 1 + size]
-        key = (_of_pass(work), size, tuple(noises), tuple(self.me.sums))
+        key = (_of_pass(work), size, tuple(noises))
         try:
             return self.compiler.step(key, work, trainer, noises, (inputs(shelf.x[rows], work.config), shelf.y[rows]))
         except Untraceable as why:
@@ -303,14 +340,15 @@ class Replay:
 
     def _places(self) -> Addresses:
         """Where everything lies that a loss may read: a recording is of these addresses."""
-        return {name: held[leaf].data_ptr() for name, (_, held, leaf) in slots(self.me).items()}
+        found = ((name, held[leaf]) for name, (_, held, leaf) in slots(self.me).items())
+        return {name: (t.data_ptr(), t.shape, t.dtype) for name, t in found}
 
     def _hashable(self, work: Work) -> bool:
         try:
-            hash(_of_pass(work))
+            known_already = _of_pass(work) in self.trainers
         except TypeError:
             return False
-        return len(self.trainers) < 64
+        return known_already or len(self.trainers) < PASSES
 
     def longest(self) -> dict[str, tuple[int, Callable[[], None]]]:
         """Of each pass its longest recording: its steps, and what replays it."""
@@ -409,8 +447,13 @@ class _PutBack:
 
 
 def _there(recorded: Addresses, now: Addresses) -> bool:
-    """Does all that was there when something was recorded lie where it lay? What came later it does not read."""
-    return all(now.get(name) == address for name, address in recorded.items())
+    """Does all that was there when something was recorded lie where it lay? What came later it does not read.
+
+    But a dict in scratch must hold what it held: a loss goes over all of it.
+    """
+    groups = {group for group, _ in recorded if group not in ("model", "scratch", "shelf")}
+    same = all(now.get(name) == address for name, address in recorded.items())
+    return same and all(name in recorded for name in now if name[0] in groups)
 
 
 class _Placed:
@@ -460,8 +503,11 @@ def known(function: Any) -> Hashable:
         return ("partial", known(function.func), tuple(known(a) for a in function.args), settings)
     if isinstance(function, types.MethodType):
         return ("method", id(function.__self__), function.__func__)
-    if isinstance(function, types.FunctionType) and function.__closure__:
-        return ("closure", function.__code__, tuple(known(cell.cell_contents) for cell in function.__closure__))
+    if isinstance(function, types.FunctionType):
+        held = [cell.cell_contents for cell in function.__closure__ or ()]
+        held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        if held:
+            return ("closure", function.__code__, tuple(known(each) for each in held))
     if isinstance(function, Tensor | nn.Module):
         return id(function)
     hash(function)

@@ -27,8 +27,8 @@ class Shelf:
     def __init__(self, rows: int, longest: int, like: Split, device: torch.device) -> None:
         self.longest = longest
         dtype, shape = like.kind
-        self.x = torch.empty(rows, *shape, dtype=dtype, device=device)
-        self.y = torch.empty(rows, dtype=torch.int64, device=device)
+        self.x = torch.zeros(rows, *shape, dtype=dtype, device=device)
+        self.y = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def place(self, split: Split, begin: int) -> Placed:
         placed = Placed(self, begin, len(split))

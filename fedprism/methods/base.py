@@ -173,7 +173,7 @@ class Me:
         self.sums: State = {}  # of what was logged this round, by name; and how many values each is of
         self.counts: dict[str, int] = {}
         self.draw: Draw = no_draw  # uniform noise in (0, 1), keyed by the engine: me.draw("name", *shape)
-        self.one: Tensor | None = None
+        self.ones: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self.replay: Any = None  # an engine's: what records the steps of a pass and replays them
 
     def keep(self, name: str, value: Tensor | Mapping[str, Tensor]) -> None:
@@ -214,7 +214,7 @@ class Me:
         if name in sums:
             sums[name].add_(value)
         else:
-            sums[name] = value
+            sums[name] = value.to(torch.float64, copy=True)
 
     def clear_logs(self) -> None:
         """Forget what was logged; the sums stay where they are."""
@@ -224,9 +224,10 @@ class Me:
 
     def backward(self, loss: Tensor) -> None:
         """Gradients of a loss; what they start from is made once, not in every step."""
-        if self.one is None or (self.one.dtype, self.one.device) != (loss.dtype, loss.device):
-            self.one = torch.ones_like(loss)
-        loss.backward(self.one)  # type: ignore[no-untyped-call]
+        kind = (loss.dtype, loss.device)
+        if kind not in self.ones:
+            self.ones[kind] = torch.ones_like(loss)
+        loss.backward(self.ones[kind])  # type: ignore[no-untyped-call]
 
     def parameters(self, names: Collection[str] | None = None) -> State:
         """The model's parameters by name, or those of them that are in `names`."""

@@ -63,8 +63,9 @@ class LGFedAvg(Method):
         return {n: t for n, t in server.items() if n != "started" and (n in now.shared or not has_body)}
 
     def receive(self, me: Me, now: Now) -> None:
-        own = set(leaves.part(me.model, "body")) if me.model.started else set()
-        load(me.model, {n: t for n, t in now.down.items() if n not in own})
+        own = {name: leaves.tensors(me.model)[name] for name in leaves.part(me.model, "body")}
+        # Chosen on the device: to ask for `started` here would be to wait for all that was launched before.
+        load(me.model, {n: torch.where(me.model.started, own[n], t) if n in own else t for n, t in now.down.items()})
 
     def passes(self, me: Me, now: Now) -> list[Pass]:
         return [Pass(self.loss, end=self.settle)]
