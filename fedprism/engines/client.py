@@ -52,7 +52,7 @@ class Result:
     samples: int
     logs: Mapping[str, float]
     scores: Scores
-    checked: bool = False  # is the upload known to be finite?
+    checked: State | None = None  # the upload that is known to be finite: whoever changes it makes another one
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def launch_round(
         found: Scores = {} if scores is None else {"trained": scores(values)}
         with torch.no_grad():
             sent = method.encode(upload, now)
-            return Result(kept, sent, len(job.data.train), means, found, checked=sent is upload)
+            return Result(kept, sent, len(job.data.train), means, found, upload if sent is upload else None)
 
     return Launched(figures.tensor(), read, floats)
 

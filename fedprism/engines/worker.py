@@ -226,7 +226,7 @@ class Worker:
             value = self.client(note, *states)
         seconds = time.perf_counter() - start
         if isinstance(value, Result):
-            return Answer(replace(value, state={}, upload={}), seconds), [value.state, value.upload]
+            return Answer(replace(value, state={}, upload={}, checked=None), seconds), [value.state, value.upload]
         return (Answer(None, seconds), [value]) if note.kind == "receive" else (Answer(value, seconds), [])
 
     def begin(self, hello: Hello, public: State) -> None:
