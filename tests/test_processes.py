@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib.util
 import json
 import os
 import signal
@@ -15,9 +16,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -39,6 +42,7 @@ from fedprism.errors import ConfigError, FedprismError
 from fedprism.federation import Federation
 from fedprism.methods import METHODS, make
 from fedprism.methods.base import Me, Method, Now
+from fedprism.models import MODELS
 from tests.helpers import CPU, Collect, loop_for, same
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="worker processes need Linux or macOS")
@@ -269,6 +273,44 @@ def test_a_method_that_cannot_be_imported(tiny: Federation) -> None:
     assert choose(tiny, Here(), rounds=10**6) == "inprocess"
 
 
+def load(name: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module from a file that Python would not find by that name."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["elsewhere", "package.elsewhere", "json.elsewhere", "colorsys"])
+def test_a_method_of_a_module_that_cannot_be_found(
+    name: str, tmp_path: Path, tiny: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name that nothing has, or that another module has."""
+    (tmp_path / "elsewhere.py").write_text(OWN)
+    method = load(name, tmp_path / "elsewhere.py", monkeypatch).Halved()
+    with pytest.raises(ConfigError, match=rf"the method Halved is defined in the module '{name}', which a worker does"):
+        fp.train(tiny, method, rounds=1, out=False, settings=["run.engine=processes", "run.device=cpu"])
+    assert choose(tiny, method, rounds=10**6) == "inprocess"
+    del sys.modules[name]
+    assert choose(tiny, method, rounds=10**6) == "inprocess"
+    if name == "elsewhere":
+        monkeypatch.syspath_prepend(tmp_path)
+        module = importlib.import_module(name)
+        assert why_not(module.Halved()) is None
+
+
+def test_a_model_of_a_module_that_cannot_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere.py").write_text("class Net: ...")
+    net = load("elsewhere", tmp_path / "elsewhere.py", monkeypatch).Net
+    monkeypatch.setitem(MODELS._items, "elsewhere", net)
+    assert "a model or the like that the run may need is defined in the module 'elsewhere'" in (
+        why_not(fp.FedAvg()) or ""
+    )
+
+
 # --- when something goes wrong ---------------------------------------------------------------------------------------
 
 
@@ -480,15 +522,24 @@ def test_workers_end_when_their_parent_is_killed() -> None:
         assert gone(workers)
 
 
-def test_ctrl_c_at_any_moment_of_a_start(tiny: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while a worker is being started: as long as the exception is held, as a notebook does, none is left."""
+@pytest.mark.parametrize("heard_by", ["the main thread", "another thread"])
+def test_ctrl_c_at_any_moment_of_a_start(tiny: Federation, monkeypatch: pytest.MonkeyPatch, heard_by: str) -> None:
+    """Also while a worker is being started: as long as the exception is held, as a notebook does, none is left.
+
+    The system gives Ctrl-C to any thread that does not hold it back, such as that of a progress bar.
+    """
+    second = ThreadPoolExecutor(1)
+    second.submit(int).result()  # a thread that is there, with a mask of its own, before a worker is started
     config, method = structure({"run": {"workers": 2}}, Config), fp.FedAvg()
     info = make_info(config, tiny.names, tiny.classes, tiny.shape)
     make_process, others = processes._process, set(workers_of(os.getpid()))
 
     def interrupted(*args: Any) -> subprocess.Popen[bytes]:
         made = make_process(*args)
-        signal.raise_signal(signal.SIGINT)
+        if heard_by == "the main thread":
+            signal.raise_signal(signal.SIGINT)
+        else:
+            second.submit(signal.raise_signal, signal.SIGINT).result()
         return made
 
     class Second(Processes):
@@ -505,8 +556,11 @@ def test_ctrl_c_at_any_moment_of_a_start(tiny: Federation, monkeypatch: pytest.M
     try:
         with pytest.raises(KeyboardInterrupt) as held:
             engine.train(0, {client: loop._request(client, loop.now(0)) for client in tiny.names})
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
     finally:
         signal.signal(signal.SIGINT, before)
+        second.shutdown()
     assert set(workers_of(os.getpid())) <= others
     assert not engine.pool
     del held
@@ -557,7 +611,9 @@ def test_what_a_method_leaves_does_not_keep_its_worker(
     info = make_info(config, tiny.names, tiny.classes, tiny.shape)
     engine = Processes(method, config, info, tiny, CPU)
     loop = loop_for(method, config, tiny, engine)
+    files = open_files()
     engine.train(0, {client: loop._request(client, loop.now(0)) for client in tiny.names})
+    assert open_files() - files == processes.FILES
     (hand,) = engine.pool
     engine.close()
     assert hand.process.returncode == 0
@@ -639,8 +695,59 @@ def test_an_engine_on_the_wrong_device() -> None:
         check_engine("proceses", CPU)
 
 
-def test_one_worker_a_core_unless_told(tiny: Federation) -> None:
+def test_one_worker_a_core_unless_told() -> None:
     cores = processes.cores()
     assert processes.workers(Config()) == cores >= 1
     assert processes.workers(structure({"run": {"threads": cores}}, Config)) == 1
     assert processes.workers(structure({"run": {"workers": 7}}, Config)) == 7
+
+
+@pytest.mark.parametrize(
+    ("quota", "granted"), [("max 100000", 64), ("200000 100000", 2), ("150000 100000", 2), ("10000 100000", 1)]
+)
+def test_a_container_is_granted_a_part_of_the_cores(
+    quota: str, granted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of control groups v2; the machine that the tests run on may have none, or few cores."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
+    monkeypatch.setattr(processes, "QUOTA", tmp_path / "cpu.max")
+    assert processes.cores() == 64
+    (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    assert processes.cores() == granted
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0}, raising=False)
+    assert processes.cores() == 1
+
+
+def test_workers_on_disk_have_a_client_each_and_one_that_waits(
+    tiny: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedprism.engines.keeping.AT_ONCE", 1)
+    config = structure({"clients": {"state": "disk"}, "run": {"workers": 20}}, Config)
+    info = make_info(config, tiny.names, tiny.classes, tiny.shape)
+    for engine, count in ((Processes(fp.FedAvg(), config, info, tiny, CPU), 40), (None, 16)):
+        loop = loop_for(fp.FedAvg(), config, tiny, engine)
+        assert len(next(loop.states.parts([str(number) for number in range(100)]))) == count
+
+
+LIMITED = """
+import os, resource
+from fedprism.config import Config
+from fedprism.engines import processes
+from fedprism.engines.processes import FILES, OTHERS
+
+processes.cores = lambda: 64
+resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 10, OTHERS + 4 * FILES - 1))
+print(processes.workers(Config()), "workers")
+TRAINING
+resource.setrlimit(resource.RLIMIT_NOFILE, (OTHERS + FILES, OTHERS + FILES))
+print(processes.workers(Config()), "workers")
+TRAINING
+"""
+
+
+def test_few_open_files_are_enough_or_it_is_said() -> None:
+    """Two workers need more than ten: the limit is raised as far as it goes, and `auto` takes no more than that."""
+    said = output(sys.executable, "-c", LIMITED.replace("TRAINING", program(workers=2)))
+    assert said.startswith("3 workers\nround 0\nround 1\n1 workers\nTraceback")
+    assert "ConfigError: run.engine is processes, and 2 workers take up to 146 open files in all, of which" in said
+    assert "this process may have 137 (`ulimit -Hn`); set fewer run.workers" in said

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from fedprism import atomic
 from fedprism.engines.wire import serialise
-from fedprism.errors import FedprismError
+from fedprism.errors import FedprismError, RecordError
 from fedprism.methods.base import State
 
 AT_ONCE = 64 * 2**20  # bytes of states on disk that are used at a time
@@ -46,8 +46,14 @@ class File:
         except FileNotFoundError:
             raise FedprismError(
                 f"{self.path} is gone: with clients.state: disk, states on a snapshot can be read while its run goes "
-                "on, and those of a checkpoint until another one has replaced it. Load the run again."
+                "on, and those of a checkpoint until another one has replaced it. Load the run again, or, if it was "
+                "going on and something has deleted its files, run `fedprism resume`."
             ) from None
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:  # it holds no state
+            raise RecordError(
+                f"{self.path}, a client's state, cannot be read ({type(error).__name__}: {error}). If something has "
+                "changed it, `fedprism resume` goes on from the newest checkpoint that is whole."
+            ) from error
 
 
 class Files(Mapping[str, State | None]):
@@ -108,8 +114,15 @@ class OnDisk(Files):
             self._folder = Path(tempfile.mkdtemp(prefix="fedprism-states-"))
             self._temporary = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         else:
+            try:
+                with suppress(FileNotFoundError):
+                    shutil.rmtree(folder)
+            except OSError as error:
+                raise RecordError(
+                    f"{folder}, which an earlier run has left, cannot be removed ({error}). Delete it, then run or "
+                    "resume again."
+                ) from error
             with atomic.reporting(str(folder), "Make room there, or choose another --out."):
-                shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir()
             self._folder = folder
 
@@ -130,8 +143,16 @@ class OnDisk(Files):
         assert self._folder is not None
         self._written += 1
         path = self._folder / f"{self._written:08d}.safetensors"
-        with atomic.reporting(f"the state of {client!r} in {path}", "Make room there, then run `fedprism resume`."):
-            atomic.write(path, data, sync=False, lasting=False)
+        try:
+            with atomic.reporting(f"the state of {client!r} in {path}", "Make room there, then run `fedprism resume`."):
+                atomic.write(path, data, sync=False, lasting=False)
+        except RecordError:
+            if self._folder.is_dir():
+                raise
+            raise RecordError(
+                f"{self._folder} is gone: something has deleted it, and with clients.state: disk a run needs it until "
+                "it ends. Run `fedprism resume`."
+            ) from None
         file = self.files[client] = File(path, checksum)
         self._there.add(path)
         weakref.finalize(file, _remove, path, self._there).atexit = False
@@ -169,13 +190,13 @@ class OnDisk(Files):
 Kept = InMemory | OnDisk
 
 
-def at_once(largest: int) -> int:
-    """How many clients whose states have up to so many bytes are run at a time.
+def at_once(largest: int, workers: int = 1) -> int:
+    """How many clients whose states have up to so many bytes are run at a time, by so many workers: two for each.
 
-    >>> at_once(200_000), at_once(40_000_000)
-    (335, 16)
+    >>> at_once(200_000), at_once(40_000_000), at_once(40_000_000, workers=64)
+    (335, 16, 128)
     """
-    return max(FEWEST, AT_ONCE // max(1, largest))
+    return max(FEWEST, 2 * workers, AT_ONCE // max(1, largest))
 
 
 def _give_back() -> None:

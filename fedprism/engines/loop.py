@@ -62,8 +62,10 @@ class Loop:
             self.states.open(folder)
             return self._run(callbacks, start)
         finally:
-            self.engine.close()
-            self.states.close()
+            try:
+                self.engine.close()
+            finally:
+                self.states.close()
 
     def _run(self, callbacks: Sequence[Callback], start: Snapshot | None) -> Status:
         first = 0
@@ -240,7 +242,7 @@ class Loop:
             declared[client] = self.method.uploads(model, here)
             uploads[client] = self.method.decode(result.upload, replace(now, client=client))
         # Of an upload that is what the client's own check saw, only the kinds are checked again.
-        checked = {c for c, result in results.items() if result.checked and uploads[c] is result.upload}
+        checked = {c for c, result in results.items() if result.checked is uploads[c]}
         refused = check_uploads(uploads, declared, self.server, checked)
         return {c: refused.get(c) or replace(result, upload=uploads[c]) for c, result in results.items()}
 
@@ -280,7 +282,7 @@ def make_loop(
     if config.clients.state == "disk":
         owners = {arch: client for client, arch in info.archs.items()}
         largest = max(size(method.build(a, client, info, info.seed).state_dict()) for a, client in owners.items())
-        states = OnDisk(info.clients, device, at_once(largest))
+        states = OnDisk(info.clients, device, at_once(largest, getattr(engine, "workers", 1)))
     return Loop(method, config, info, federation, engine, device, models, on_device, states)
 
 

@@ -8,12 +8,14 @@ A worker is a fresh Python process that imports fedprism and not the program tha
 from __future__ import annotations
 
 import ast
+import math
 import os
 import pickle
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import warnings
 import weakref
 from collections import Counter, deque
@@ -42,6 +44,9 @@ from fedprism.models import MODELS, Arch
 
 KEPT = 2**29  # bytes of clients' data that all workers together keep; what goes beyond is sent every time
 DEATHS = 3  # of workers at one client, after which the client is to blame
+FILES = 1 + 2 * 2 * AHEAD  # that this process has open for a worker: the connection, each box and its mapping
+OTHERS = 128  # files that may be open besides
+QUOTA = Path("/sys/fs/cgroup/cpu.max")  # how much of the cores a container may use
 POLITE = 5.0  # seconds in which an idle worker may end by itself
 LOOK = 1.0  # seconds between two looks at whether a silent worker still lives
 
@@ -65,6 +70,7 @@ class Processes:
         self.config, self.info, self.clients = config, info, federation.clients
         self.hello, self.public = _hello(method, config, info), federation.public
         self.workers = workers(config)
+        _make_room(min(self.workers, len(self.clients)))
         self.pace: dict[Arch, float] = {}  # seconds an image, as last seen
         self.pool: Pool = []
         self.tell: Callable[[int, int], None] = lambda done, of: None
@@ -238,11 +244,23 @@ def _process(program: str, files: tuple[int, ...]) -> subprocess.Popen[bytes]:
 @contextmanager
 def _ctrl_c_later() -> Iterator[None]:
     """Within: Ctrl-C waits. A process that is started has the same mask, so it never reaches that one."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    came: list[int] = []
+    handler = signal.getsignal(signal.SIGINT)
+    # The mask is this thread's alone: of Ctrl-C in another one Python tells the main thread all the same.
+    told = handler is not None and threading.current_thread() is threading.main_thread()
+    if told:
+        signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
     try:
-        yield
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if told:
+            signal.signal(signal.SIGINT, handler)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _end(pool: Pool, owner: int) -> None:
@@ -276,14 +294,41 @@ def _raised(wrong: Wrong, client: str | None) -> BaseException:
 
 
 def workers(config: Config) -> int:
-    """How many: as many as asked for, or one for each core that this process may use."""
+    """How many: as many as asked for, or one for each core, as far as this process may open their files."""
     asked = config.run.workers
-    return asked if isinstance(asked, int) else max(1, cores() // config.run.threads)
+    return asked if isinstance(asked, int) else max(1, min(cores() // config.run.threads, _room()))
 
 
 def cores() -> int:
-    """How many this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """How many this process may use: those it is bound to, and no more than its container is granted."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = map(int, QUOTA.read_text().split())
+    except (OSError, ValueError):  # not there, or "max": all of them
+        return bound
+    return min(bound, max(1, math.ceil(quota / period)))
+
+
+def _room() -> int:
+    """How many workers' files this process may have open, if it asks for all that it is allowed."""
+    import resource  # not there on Windows
+
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return sys.maxsize if most == resource.RLIM_INFINITY else (most - OTHERS) // FILES
+
+
+def _make_room(count: int) -> None:
+    """Let this process open the files of so many workers."""
+    import resource
+
+    (soft, hard), needed = resource.getrlimit(resource.RLIMIT_NOFILE), OTHERS + FILES * count
+    if count > _room():
+        raise ConfigError(
+            f"run.engine is processes, and {count} workers take up to {needed} open files in all, of which this "
+            f"process may have {hard} (`ulimit -Hn`); set fewer run.workers, or raise that limit."
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 # --- what a worker must import ---------------------------------------------------------------------------------------
@@ -296,10 +341,17 @@ def why_not(method: Method) -> str | None:
     if os.name != "posix" or not sys.executable:
         return "worker processes need Linux or macOS; set run.engine: auto"
     cls = type(method)
-    name, module = cls.__qualname__, sys.modules.get(cls.__module__)
-    if getattr(module, name, None) is not cls:
+    name, homes = cls.__qualname__, _homes(method)
+    for home in sorted(homes - {"__main__"}):
+        if not _from_file(home) and not _importable(home):
+            what = f"the method {name}" if home == cls.__module__ else "a model or the like that the run may need"
+            return (
+                f"{what} is defined in the module {home!r}, which a worker does not find by that name; put its file "
+                "where Python finds it (a folder of sys.path), or name the method as path/to/file.py:CLASS"
+            )
+    if getattr(sys.modules.get(cls.__module__), name, None) is not cls:
         return f"the method {name} was made in a function, where a worker cannot import it; put it into a file"
-    if "__main__" not in _homes(method):
+    if "__main__" not in homes:
         return None
     main = sys.modules["__main__"]
     what = f"the method {name}" if cls.__module__ == "__main__" else "a model or the like that the run may need"
@@ -343,6 +395,17 @@ def _homes(method: Method) -> set[str]:
 def _from_file(module: str) -> bool:
     """Was this module made of path/to/file.py:CLASS?"""
     return module.startswith("fedprism_method_")
+
+
+def _importable(module: str) -> bool:
+    """Would a new process find this very module by its name? `importlib.util.find_spec` says what is loaded here."""
+    package = module.rpartition(".")[0]
+    if package and not _importable(package):
+        return False
+    path = getattr(sys.modules[package], "__path__", ()) if package else None
+    found = next(filter(None, (finder.find_spec(module, path) for finder in sys.meta_path)), None)
+    loaded = getattr(sys.modules.get(module), "__spec__", None)
+    return found is not None and loaded is not None and found.origin == loaded.origin
 
 
 def _guarded(main: ModuleType) -> bool:
