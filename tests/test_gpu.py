@@ -124,9 +124,20 @@ def test_out_of_memory_lowers_the_number_of_slots(tmp_path: Path) -> None:
     assert found == pytest.approx(expected, rel=0.02)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedcp", "fedpick"])
-def test_compiled_steps_follow_the_captured_ones(method: str, tmp_path: Path) -> None:
-    raw = {**RAW, "method": method, "data": UNEQUAL, "train": {"rounds": 2, "batch": 16}}
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"method": "fedavg"},
+        {"method": "fedcp"},
+        {"method": "fedpick"},
+        {"method": "fedavg", "run": {"precision": "bf16"}},
+        {"method": "local", "model": {"per_client": ["lenet-bn", "mlp", "cnn4", "mlp", "mlp"]}},
+    ],
+    ids=["fedavg", "fedcp", "fedpick", "bf16", "mixed"],
+)
+def test_compiled_steps_follow_the_captured_ones(change: dict[str, Any], tmp_path: Path) -> None:
+    raw = {**RAW, "data": UNEQUAL, "train": {"rounds": 2, "batch": 16}, **change}
+    raw["run"] = {**RAW["run"], **change.get("run", {})}
     captured, compiled = (losses(with_run(raw, compile=each), tmp_path / str(each)) for each in (False, True))
     assert captured == pytest.approx(compiled, rel=0.05)
 
