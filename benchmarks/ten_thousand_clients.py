@@ -35,12 +35,12 @@ def run(clients: int, arguments: argparse.Namespace, out: Path) -> None:
 
     class Times(Callback):
         def begin(self, plan: Plan) -> None:
-            self.note(what="begin", engine=plan.engine, clients=len(plan.clients))
+            self.tell(what="begin", engine=plan.engine, clients=len(plan.clients))
 
         def round(self, record: RoundRecord, snapshot: Snapshot) -> None:  # after the records, checkpoint included
-            self.note(what="round", participants=len(record.cohort), seconds=dict(record.seconds))
+            self.tell(what="round", participants=len(record.cohort), seconds=dict(record.seconds))
 
-        def note(self, **values: Any) -> None:
+        def tell(self, **values: Any) -> None:
             print(json.dumps({"at": time.time(), **values}), flush=True)
 
     overrides = [
@@ -58,18 +58,17 @@ def run(clients: int, arguments: argparse.Namespace, out: Path) -> None:
 def measured(clients: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """The figures of one run."""
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "run"
+        out, said = Path(folder) / "run", Path(folder) / "said"  # a file: a pipe would be full before it is read
         given = ["--rounds", str(arguments.rounds), "--engine", arguments.engine, "--state", arguments.state]
         command = [sys.executable, __file__, *given, "--method", arguments.method, "--child", str(clients), str(out)]
         begun, peak = time.time(), 0
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        with said.open("wb") as stream, subprocess.Popen(command, stdout=stream) as process:
             while process.poll() is None:
                 peak = max(peak, resident(process.pid))
                 time.sleep(LOOK)
-            assert process.stdout is not None
-            events = [json.loads(line) for line in process.stdout.read().splitlines()]
         if process.returncode:
             raise SystemExit(f"the run of {clients} clients ended with code {process.returncode}.")
+        events = [json.loads(line) for line in said.read_text().splitlines()]
         first, *rounds = [event for event in events if event["what"] == "round"]
         times = [after["at"] - before["at"] for before, after in zip([first, *rounds], rounds, strict=False)]
         records = [spent - event["seconds"]["total"] for spent, event in zip(times, rounds, strict=True)]

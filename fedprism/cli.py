@@ -537,7 +537,10 @@ def bench(
     rounds: Annotated[int | None, typer.Option(min=1, help="Measured rounds, at most.")] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="A .json file, or a folder; left out: benchmarks/results/DATE-DEVICE.json."),
+        typer.Option(
+            help="A .json file, or a folder; left out: benchmarks/results. In a folder it goes on with the newest "
+            "file of this machine and these versions; else DATE-DEVICE.json is made."
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Measure rows again that are already there.")] = False,
 ) -> None:
@@ -557,17 +560,16 @@ def bench(
     """
     again = "The same command goes on: rows that are there are skipped."
     with _told(), _loading():
-        from fedprism.bench.engines import Ask, check, measure_engines, measure_options
+        from fedprism.bench.engines import Ask, check, find_device, measure_engines, measure_options
         from fedprism.bench.growth import measure_growth
         from fedprism.bench.progress import Rows
         from fedprism.bench.results import Results, place
         from fedprism.bench.roofline import measure_roofline
         from fedprism.bench.tables import fitting, grids
         from fedprism.bench.workers import measure_workers
-        from fedprism.engines.numerics import choose_device
 
         asked = Ask(
-            device=choose_device(device),
+            device=find_device(device),
             quick=quick,
             workloads=tuple(workloads or ()),
             methods=None if methods is None else tuple(_names(methods)),
@@ -577,11 +579,15 @@ def bench(
             force=force,
             command=shlex.join(["fedprism", *sys.argv[1:]]),
         )
-        check(asked)
-        results = Results(place(out, asked.device, quick), asked.device, quick)
+        parts = {"--options": (options, measure_options), "--workers": (workers, measure_workers)}
+        parts["--growth"] = (growth, measure_growth)
+        instead = {name: measure for name, (wanted, measure) in parts.items() if wanted}
+        check(asked, tuple(instead))
+        path = place(out, asked.device, quick)
+        results = Results(path, asked.device, quick)
     with _told(again), Rows(_err()) as rows:
-        others = {measure_options: options, measure_workers: workers, measure_growth: growth}
-        for measure in [each for each, wanted in others.items() if wanted] or [measure_engines, measure_roofline]:
+        rows.say(f"{'Goes on with' if path.exists() else 'Writes'} {path}.")
+        for measure in instead.values() or (measure_engines, measure_roofline):
             measure(asked, results, rows)
     shown = _out()
     for title, grid in grids(results).items():

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import subprocess
 import sys
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fedprism.bench import engines, growth, point, roofline, workers
+from fedprism.bench import engines, growth, machine, point, roofline, workers
 from fedprism.bench.engines import KINDS, Ask, measure_engines, wanted
-from fedprism.bench.machine import Memory, children, cores, slug
+from fedprism.bench.machine import Memory, children, cores, family, held, proportional, slug
 from fedprism.bench.progress import Rows
 from fedprism.bench.race import ByHand, Engined, Entry, Pace, largest_difference, race
-from fedprism.bench.results import SECTIONS, Results
+from fedprism.bench.results import SECTIONS, Results, place
 from fedprism.bench.serial import SERIAL, Taken
 from fedprism.bench.workloads import WORKLOADS, Workload, configure, make_clients, most_images
 from fedprism.cli import app
@@ -27,7 +30,8 @@ from fedprism.errors import FedprismError
 from fedprism.methods import METHODS
 
 CPU = torch.device("cpu")
-TINY = ("--device", "cpu", "--samples", "4", "--rounds", "1", "--engines", "serial,inprocess", "--quick")
+FEW = ("--device", "cpu", "--samples", "4", "--rounds", "1")
+TINY = (*FEW, "--engines", "serial,inprocess", "--quick")
 POINT = {"clients": 6, "participation": 0.5, "rounds": 1, "samples": 10, "model": "mlp", "engine": "inprocess"}
 SMALL = {  # a network with batch norm for FedBN, one without, and clients of unequal size
     "fedavg": Workload({"name": "cnn4"}, (3, 16, 16), 4, 4, (9, 6), (5, 3), ("fedavg",), 9, 9),
@@ -96,6 +100,8 @@ def test_a_last_image_joins_the_batch_before_it() -> None:
 class Counting:
     """A contender that says what it was told, in a list that all of them share."""
 
+    threads = 1
+
     def __init__(self, name: str, said: list[str], seconds: float = 0.1, fails: int | None = None) -> None:
         self.name, self.said, self.seconds, self.fails = name, said, seconds, fails
 
@@ -120,7 +126,7 @@ def test_contenders_take_turns_after_a_round_that_does_not_count() -> None:
     two = Counting("a", said, 0.1), Counting("b", said, 0.05)
     entries = [Entry(each.name, lambda each=each: each) for each in two]
     found = race(entries, 100, CPU, Pace(rounds=2), lambda text: None)
-    assert said == ["a0", "b0", "a1", "b1", "a2", "b2", "a closed", "b closed"]
+    assert said == ["a0", "b0", "a1", "b1", "a2", "b2", "a3", "a closed", "b3", "b closed"]  # 3: for memory alone
     a, b = found.results
     assert (a["train_per_second"], a["round_per_second"], a["round_ratio"]) == (2000, 1000, 1)
     assert (b["train_per_second"], b["round_per_second"], b["round_ratio"]) == (4000, 2000, 2)
@@ -140,19 +146,111 @@ def test_a_slow_one_sits_out_and_one_that_fails_is_left_out_and_closed() -> None
 
 
 def test_other_weights_cannot_be_compared() -> None:
-    with pytest.raises(FedprismError, match="other weights"):
-        largest_difference({"server": {"a": torch.ones(1)}}, {"server": {"b": torch.ones(1)}})
+    for other in ({"server": {"b": torch.ones(1)}}, {}):
+        with pytest.raises(FedprismError, match="other weights"):
+            largest_difference({"server": {"a": torch.ones(1)}}, other)
 
 
-def test_memory_of_one_contender() -> None:
-    memory = Memory(CPU)
-    with memory.first():
-        held = torch.ones(30_000_000)  # 120 MB
-    with memory.round():
-        assert torch.ones(60_000_000).sum() > 0  # 240 MB on top, and gone again
-    assert memory.held == pytest.approx(120e6, rel=0.2)
-    assert memory.peak == pytest.approx(360e6, rel=0.2)
-    del held
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+def test_a_difference_that_is_not_finite_is_infinite(odd: float) -> None:
+    good, bad = ({"server": {"a": torch.ones(2), "b": torch.tensor([b])}} for b in (1.0, odd))
+    assert largest_difference(good, bad) == largest_difference(bad, good) == largest_difference(bad, bad) == math.inf
+
+
+def test_the_gap_between_peers_is_infinite_for_what_is_not_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks" / "peers"))
+    from run import gap
+
+    good, bad = ({"a": np.ones(2), "b": np.array([b])} for b in (1.0, math.nan))
+    assert (gap(good, good), gap(good, bad), gap(bad, bad)) == (0, math.inf, math.inf)
+
+
+class Odd(Counting):
+    """Other weights on the server, none at all, or some that are not numbers."""
+
+    def weights(self) -> dict[str, dict[str, torch.Tensor]]:
+        odd = {"c": {"server": {"v": torch.ones(1)}}, "d": {}, "e": {"server": {"w": torch.tensor([math.nan])}}}
+        return odd[self.name]
+
+
+def test_weights_that_cannot_be_compared_leave_one_out_and_closed() -> None:
+    """With nothing to compare it is measured all the same, even as the first one."""
+    said: list[str] = []
+    entries = [Entry(name, lambda name=name: Odd(name, said)) for name in "dce"]
+    entries.insert(1, Entry("a", lambda: Counting("a", said)))
+    found = race(entries, 100, CPU, Pace(rounds=1), lambda text: None)
+    assert [each["name"] for each in found.results] == ["d", "a"]
+    assert "other weights" in found.left_out["c"]
+    assert "finite" in found.left_out["e"]
+    assert [said.count(f"{name} closed") for name in "acde"] == [1] * 4
+
+
+def test_interrupted_while_they_are_compared_all_are_closed() -> None:
+    said: list[str] = []
+
+    class Stopped(Counting):
+        def weights(self) -> dict[str, dict[str, torch.Tensor]]:
+            raise KeyboardInterrupt
+
+    entries = [Entry("a", lambda: Counting("a", said)), Entry("b", lambda: Stopped("b", said))]
+    with pytest.raises(KeyboardInterrupt):
+        race(entries, 100, CPU, Pace(rounds=1), lambda text: None)
+    assert said[-2:] == ["a closed", "b closed"]
+
+
+def test_a_file_that_is_missing_leaves_one_out() -> None:
+    said: list[str] = []
+    entries = [Entry("a", lambda: Counting("a", said)), Entry("b", lambda: open("/no/such/file"))]  # noqa: SIM115
+    found = race(entries, 100, CPU, Pace(rounds=1), lambda text: None)
+    assert list(found.left_out) == ["b"]
+    assert len(found.results) == 1
+
+
+class Large(Counting):
+    """Holds 120 MB and takes 240 MB more in a round."""
+
+    def __init__(self, name: str, said: list[str]) -> None:
+        super().__init__(name, said)
+        self.kept = torch.ones(30_000_000)
+
+    def one_round(self, round: int) -> Taken:
+        assert torch.ones(60_000_000).sum() > 0
+        return super().one_round(round)
+
+
+def test_memory_does_not_depend_on_who_was_first() -> None:
+    said: list[str] = []
+    entries = [Entry(name, lambda name=name: Large(name, said)) for name in "abc"]
+    found = race(entries, 100, CPU, Pace(rounds=1), lambda text: None)
+    assert [each["peak_memory_bytes"] for each in found.results] == [pytest.approx(360e6, rel=0.15)] * 3
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux")
+def test_pages_that_processes_share_count_once() -> None:
+    """100 MB that a child sees, too, are 100 MB of both together."""
+    shared = torch.ones(25_000_000)
+    before = held(CPU)
+    ready, go = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(ready[1], b".")
+        os.read(go[0], 1)
+        os._exit(0)
+    try:
+        os.read(ready[0], 1)
+        assert child in family()
+        assert sum(map(proportional, family())) - before < 50e6
+    finally:
+        os.write(go[1], b".")
+        os.waitpid(child, 0)
+    assert shared.sum() > 0
+
+
+def test_memory_where_the_system_tells_no_shares(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without a /proc it is the largest resident size: too much rather than nothing."""
+    monkeypatch.setattr(machine, "_PROC", tmp_path)
+    assert Memory(CPU).most(lambda: None, lambda: None) == 0
+    assert proportional(os.getpid()) > 50e6
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -160,7 +258,7 @@ def test_memory_of_one_contender() -> None:
 
 def test_results_have_their_schema(measured: Path) -> None:
     held = json.loads(measured.read_text())
-    assert held["format"] == 1
+    assert held["format"] == 2
     assert held["quick"] is True
     assert {"device", "cpu", "cores", "system", "versions"} <= held["machine"].keys()
     assert set(SECTIONS) <= held.keys()
@@ -170,6 +268,7 @@ def test_results_have_their_schema(measured: Path) -> None:
     for row in (fedavg, ditto):
         assert {"date", "load", "command", "versions", "precision", "threads", "left_out", "baseline"} <= row.keys()
         assert (row["clients"], row["batch"], row["train_images"], row["test_images"]) == (20, 10, 80, 20)
+        assert (row["steps"], row["mean_batch"], row["samples"]) == (20, 4, 4)  # 4 images are one batch
         assert not row["all_images"]
     for each in fedavg["contenders"]:
         assert each["train_per_second"] > each["round_per_second"] > 0
@@ -181,13 +280,16 @@ def test_results_have_their_schema(measured: Path) -> None:
     (roof,) = held["roofline"]
     assert roof["step"]["flops"] > roof["step"]["operations"] > 0
     assert 0 < roof["engines"]["serial"]["shares"]["flops"] < 1.5
+    assert (roof["key"], roof["engines"]["serial"]["threads"], roof["mean_batch"]) == ("cnn4-n20-b10/4", 1, 4)
+    seconds = serial["seconds"]["train"][0]
+    assert roof["engines"]["serial"]["steps_per_second"] == pytest.approx(20 / seconds, rel=1e-2)
 
 
 def test_page_shows_what_the_file_holds(measured: Path) -> None:
     page = measured.with_suffix(".md").read_text()
     row = json.loads(measured.read_text())["engines"][0]
     for each in row["contenders"]:
-        assert f"| cnn4-n20-b10 | fedavg | {each['name']} |" in page
+        assert f"| cnn4-n20-b10 (4 images a client) | fedavg | {each['name']} |" in page
     assert "fewer than the paper's" in page
     assert "not for citing" in page
     assert row["date"] in page
@@ -201,6 +303,9 @@ def test_goes_on_with_what_is_missing(measured: Path, tmp_path: Path) -> None:
     result = call(*asked, "--methods", "fedavg,ditto")
     assert result.exit_code == 0
     assert json.loads(path.read_text())["engines"] == before["engines"]
+    said = result.output
+    assert f"Goes on with {path}." in said
+    assert "2 rows are there already; --force measures them again." in said
     assert call(*asked, "--methods", "fedavg,fedbn").exit_code == 0
     after = json.loads(path.read_text())
     assert [row["method"] for row in after["engines"]] == ["fedavg", "ditto", "fedbn"]
@@ -212,10 +317,49 @@ def test_goes_on_with_what_is_missing(measured: Path, tmp_path: Path) -> None:
     assert forced["engines"][1:] == after["engines"][1:]
 
 
-def test_a_row_with_fewer_engines_is_measured_again(measured: Path) -> None:
-    results = Results(measured, CPU, quick=True)
-    assert results.has("engines", "cnn4-n20-b10/fedavg/4", ["serial", "inprocess"])
-    assert not results.has("engines", "cnn4-n20-b10/fedavg/4", ["serial", "processes"])
+def test_engines_of_a_row_stay_and_one_that_was_left_out_is_tried_again(measured: Path, tmp_path: Path) -> None:
+    """A row of `serial`, in which `inprocess` failed; now `processes` is asked for."""
+    path, key = tmp_path / "engines.json", "cnn4-n20-b10/fedavg/4"
+    held = json.loads(measured.read_text())
+    row = held["engines"][0]
+    row |= {
+        "contenders": row["contenders"][:1],
+        "done": ["serial"],
+        "left_out": {"inprocess": "RuntimeError: no memory"},
+    }
+    path.write_text(json.dumps(held))
+    results = Results(path, CPU, quick=True)
+    assert results.has("engines", key, ["serial"])
+    assert not results.has("engines", key, ["serial", "inprocess"])
+    result = call("cnn4-n20-b10", "--methods", "fedavg", *TINY, "--engines", "processes", "--out", path)
+    assert result.exit_code == 0, result.output
+    results = Results(path, CPU, quick=True)
+    again = results.find("engines", key)
+    assert again is not None
+    assert (again["done"], again["left_out"]) == (["serial", "inprocess", "processes"], {})
+    assert [each["threads"] for each in again["contenders"]] == [1, 1, cores()]
+    (roof,) = results["roofline"]
+    assert [each["threads"] for each in roof["engines"].values()] == [1, 1, cores()]
+    assert len({json.dumps(each["roofs"]) for each in roof["engines"].values()}) == min(cores(), 2)
+
+
+def test_a_folder_goes_on_with_the_newest_file_of_this_machine(measured: Path, tmp_path: Path) -> None:
+    held, today = json.loads(measured.read_text()), place(tmp_path, CPU, quick=True)
+    assert today.name.endswith("-cpu-quick.json")
+    mine, older = tmp_path / "2026-01-02-cpu-quick.json", tmp_path / "2026-01-01-cpu-quick.json"
+    for path in (mine, older):
+        path.write_text(json.dumps(held))
+    other = {**held["machine"], "cores": 1024}
+    (tmp_path / "2026-01-03-cpu-quick.json").write_text(json.dumps({**held, "machine": other}))
+    other = {**held["machine"], "versions": {}}
+    (tmp_path / "2026-01-04-cpu-quick.json").write_text(json.dumps({**held, "machine": other}))
+    (tmp_path / "2026-01-05-cpu-quick.json").write_text("{}")
+    (tmp_path / "notes-cpu-quick.json").write_text(json.dumps(held))
+    assert place(tmp_path, CPU, quick=True) == mine
+    assert place(tmp_path, CPU, quick=False).name == today.name.replace("-quick", "")
+    mine.unlink()
+    assert place(tmp_path, CPU, quick=True) == older
+    assert place(tmp_path / "one.json", CPU, quick=True) == tmp_path / "one.json"
 
 
 def test_a_row_is_on_disk_before_the_next_begins(tmp_path: Path) -> None:
@@ -253,8 +397,13 @@ def test_a_row_is_on_disk_before_the_next_begins(tmp_path: Path) -> None:
         (["--methods", "fedavg,,fedbn"], "separated by commas"),
         (["--methods", "mine.py:Mine"], "registered methods"),
         (["--engines", "graphs"], "unknown engine of a benchmark 'graphs'"),
-        (["--device", "tpu"], "run.device is 'tpu'"),
-        (["digit6-n5-b32", "--options"], "--options is measured on cnn4-n20-b10"),
+        (["--device", "tpu"], "--device is 'tpu'"),
+        (["--device", "cuda:99"], "Give --device cpu, or leave it out."),
+        (["--engines", "serial,cuda-graphs"], "cuda-graphs, which does not run on cpu; give --device cuda"),
+        (["digit6-n5-b32", "--options"], "--options is measured on cnn4-n20-b10 with fedavg, so digit6-n5-b32"),
+        (["--options", "--methods", "fedbn"], "so --methods would change nothing"),
+        (["--workers", "--engines", "serial"], "so --engines would change nothing"),
+        (["cnn4-n20-b10", "--growth", "--samples", "4", "--rounds", "2"], "so --samples, --rounds, cnn4-n20-b10 would"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_measured(arguments: list[str], says: str, tmp_path: Path) -> None:
@@ -267,8 +416,12 @@ def test_mistakes_are_told_before_anything_is_measured(arguments: list[str], say
 def test_results_of_another_machine_or_kind_are_not_mixed(measured: Path, tmp_path: Path) -> None:
     held = json.loads(measured.read_text())
     other = tmp_path / "other.json"
-    other.write_text(json.dumps({**held, "machine": {**held["machine"], "device": "another"}}))
-    for path, words in ((other, TINY), (measured, TINY[:-1])):
+    for path, words, change in (
+        (other, TINY, {"device": "another"}),
+        (other, TINY, {"cores": 1024}),
+        (measured, TINY[:-1], {}),
+    ):
+        other.write_text(json.dumps({**held, "machine": {**held["machine"], **change}}))
         result = call("cnn4-n20-b10", *words, "--out", path)
         assert result.exit_code == 2
         assert "results of another kind" in result.output
@@ -327,7 +480,10 @@ def test_traffic_of_a_step_that_can_be_counted_by_hand() -> None:
 
 
 def test_roofline_counts_the_plain_step() -> None:
-    counts = roofline.count(roofline.make_step(SMALL["fedavg"], CPU), CPU)
+    counts = roofline.count(roofline.make_step(SMALL["fedavg"], CPU, 4), CPU)
+    double = roofline.count(roofline.make_step(SMALL["fedavg"], CPU, 8), CPU)
+    assert double["flops"] == 2 * counts["flops"]
+    assert counts["bytes"] < double["bytes"] < 2 * counts["bytes"]  # weights are moved once a step
     convs = 2 * 4 * (12 * 12 * 32 * 75 + 2 * 2 * 64 * 800)  # forward, of two convolutions on 16 x 16 images
     linears = 2 * 4 * (64 * 512 + 512 * 4)
     assert convs + linears < counts["flops"] <= 3 * (convs + linears)
@@ -340,6 +496,7 @@ def test_growth_is_measured_once_and_drawn(tmp_path: Path, monkeypatch: pytest.M
     for _ in range(2):  # the second time it is there already
         result = call("--growth", "--device", "cpu", "--out", path)
         assert result.exit_code == 0, result.output
+    assert "1 row is there already; --force measures it again." in result.output
     (row,) = json.loads(path.read_text())["growth"]
     assert (row["clients"], row["participants"], row["settings"]["engine"]) == (6, 3, "inprocess")
     assert row["peak_memory_bytes"] >= row["memory_when_loaded_bytes"] > 0
@@ -350,9 +507,37 @@ def test_growth_is_measured_once_and_drawn(tmp_path: Path, monkeypatch: pytest.M
     assert "pip install 'fedprism[report]'" in call("--growth", "--device", "cpu", "--out", path).output
 
 
-def test_a_point_that_cannot_be_measured() -> None:
-    with pytest.raises(FedprismError, match=r"6 clients, no-such could not be measured: .*unknown model"):
-        growth.in_own_process({**POINT, "model": "no-such"})
+def test_a_point_that_fails_is_noted_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that dies without a word, one that says why, and one that is all right."""
+    path, python = tmp_path / "grown.json", tmp_path / "python"
+    made = [("model", "mlp", dict(POINT)), ("model", "other", {**POINT, "model": "no-such"})]
+    monkeypatch.setattr(growth, "points", lambda quick: iter(made))
+    python.write_text("#!/bin/sh\nkill -9 $$\n")
+    python.chmod(0o755)
+    with monkeypatch.context() as killed:
+        killed.setattr(sys, "executable", str(python))
+        result = call("--growth", "--device", "cpu", "--out", path)
+        assert result.exit_code == 0, result.output
+    rows = json.loads(path.read_text())["growth"]
+    assert [row["failed"].partition(";")[2] for row in rows] == [" the process ended with -9"] * 2
+    assert path.with_suffix(".md").read_text().count("the process ended with -9") == 2
+    result = call("--growth", "--device", "cpu", "--out", path)
+    assert result.exit_code == 0, result.output
+    good, bad = json.loads(path.read_text())["growth"]
+    assert good["round_seconds"] > 0
+    assert "failed" not in good
+    told = "6 clients, participation 0.5, no-such could not be measured; the process ended with 1: "
+    assert bad["failed"].startswith(told)
+    assert "unknown model" in bad["failed"]
+    assert told in path.with_suffix(".md").read_text()
+
+
+def test_every_point_of_growth_is_told_apart() -> None:
+    for quick in (True, False):
+        for curve in growth.CURVES:
+            points = [(series, settings) for each, series, settings in growth.points(quick) if each == curve]
+            told = [f"{series}: {growth._told(settings)}" for series, settings in points]
+            assert len(told) == len(set(told)) > 1
 
 
 @pytest.mark.parametrize("state", ["memory", "disk"])
@@ -407,9 +592,10 @@ def test_options_stand_beside_their_default(tmp_path: Path, monkeypatch: pytest.
     wrong = {"tf32": {"engine": "inprocess", "precision": "tf32"}}  # which a CPU does not have
     monkeypatch.setattr(engines, "option_groups", lambda device: {"layout": {**formats, **wrong}})
     path = tmp_path / "options.json"
-    result = call("--options", *TINY, "--out", path)
+    result = call("--options", *FEW, "--out", path)
     assert result.exit_code == 0, result.output
     (row,) = json.loads(path.read_text())["options"]
+    assert (row["key"], row["samples"]) == ("layout/4", 4)
     assert [each["name"] for each in row["contenders"]] == ["contiguous", "channels_last"]
     assert "does not have" in row["left_out"]["tf32"]
     assert "Left out, tf32: ConfigError" in " ".join(path.with_suffix(".md").read_text().split())
@@ -418,7 +604,7 @@ def test_options_stand_beside_their_default(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.slow
 def test_workers_beside_independent_processes(tmp_path: Path) -> None:
     path = tmp_path / "workers.json"
-    result = call("--workers", *TINY, "--out", path)
+    result = call("--workers", *FEW, "--out", path)
     assert result.exit_code == 0, result.output
     rows = json.loads(path.read_text())["workers"] if path.exists() else []
     assert [row["share_of_independent"] > 0 for row in rows] == [True] * (cores() > 1)

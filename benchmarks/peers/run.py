@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import platform
 import signal
@@ -135,10 +136,11 @@ def measure(row: Contender, workload: Path) -> dict[str, Any]:
 
 
 def gap(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """The largest difference of two states' numbers."""
+    """The largest difference of two states' numbers; infinite where one of them is not finite."""
     if one.keys() != other.keys():
         raise SystemExit(f"a contender has other weights: {', '.join(sorted(one.keys() ^ other.keys())[:4])}.")
-    return max(float(np.abs(one[leaf] - other[leaf]).max()) for leaf in one)
+    found = [float(np.abs(one[leaf] - other[leaf]).max()) for leaf in one]
+    return max(found) if all(map(math.isfinite, found)) else math.inf
 
 
 def other_order(work: Workload) -> dict[str, Any]:
@@ -301,6 +303,8 @@ def main() -> None:
     text = table(report)
     options.out.with_name(options.out.name + ".md").write_text(text)
     print(text)
+    if math.isinf(report["gap_of_another_order"]):
+        raise SystemExit("the plain loop's weights are not finite, so nothing can be compared to them.")
     most = AGREE * report["gap_of_another_order"]
     apart = [row["name"] for row in report["rows"] if row.get("gap_after_first_round", 0.0) > most]
     if apart:

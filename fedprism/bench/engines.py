@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from fedprism.bench.machine import cores
 from fedprism.bench.progress import Rows
 from fedprism.bench.race import ByHand, Engined, Entry, Outcome, Pace, race
 from fedprism.bench.results import Results
@@ -21,15 +19,17 @@ from fedprism.bench.workloads import (
     chosen,
     chosen_methods,
     configure,
-    engines_asked,
     make_clients,
     most_images,
 )
 from fedprism.engines.inprocess import ENGINES
-from fedprism.engines.numerics import choose_precision
-from fedprism.errors import ConfigError
+from fedprism.engines.numerics import choose_device, choose_precision
+from fedprism.engines.passes import batch_sizes
+from fedprism.engines.processes import cores
+from fedprism.errors import ConfigError, unknown
 from fedprism.federation import Federation
 from fedprism.methods import find
+from fedprism.methods.base import Pass
 from fedprism.models import architectures
 
 BY_HAND, REFERENCE = "serial", "inprocess"
@@ -43,6 +43,11 @@ KINDS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {  # device -> name in th
     },
 }
 SLOTS = (1, 2, 4, 8, 16, 20, 24)
+EFFECT: Mapping[str, Collection[str]] = {  # what is measured instead of the engines -> what of the rest it heeds
+    "--options": ("--samples", "--rounds"),
+    "--workers": ("--samples", "--rounds"),
+    "--growth": (),
+}
 
 
 @dataclass(frozen=True)
@@ -64,38 +69,72 @@ class Ask:
         pace = Pace(rounds=2, seconds=3.0) if self.quick else Pace()
         return pace if self.rounds is None else replace(pace, rounds=self.rounds, least=min(pace.least, self.rounds))
 
+    def key(self, name: str) -> str:
+        """Of a row: another number of images is another row."""
+        return name if self.samples is None else f"{name}/{self.samples}"
 
-def check(ask: Ask) -> None:
-    """Whatever is mistaken is told before anything is measured."""
+
+def find_device(name: str) -> torch.device:
+    """The device of --device."""
+    try:
+        return choose_device(name)
+    except ConfigError:
+        raise ConfigError(
+            f"--device is {name!r}; expected auto, cpu, cuda or cuda:INDEX, and PyTorch sees "
+            f"{torch.cuda.device_count()} GPUs here. Give --device cpu, or leave it out."
+        ) from None
+
+
+def check(ask: Ask, instead: Sequence[str] = ()) -> None:
+    """Whatever is mistaken, or would have no effect on what is measured `instead`, is told before it begins."""
     for workload in chosen(ask.workloads).values():
         chosen_methods(workload, ask.quick, ask.methods)
-    engines_asked(ask.engines, (BY_HAND, *KINDS[ask.device.type]))
+    here = KINDS[ask.device.type]
+    for name in ask.engines or ():
+        if name not in (BY_HAND, *here):
+            other = next((device for device, kinds in KINDS.items() if name in kinds), None)
+            if other is None:
+                raise ConfigError(unknown("engine of a benchmark", name, (BY_HAND, *here)))
+            raise ConfigError(
+                f"--engines has {name}, which does not run on {ask.device.type}; give --device {other} on a machine "
+                f"that has it, or choose among {', '.join((BY_HAND, *here))}."
+            )
+    given = {"--methods": ask.methods, "--engines": ask.engines, "--samples": ask.samples, "--rounds": ask.rounds}
+    for part in instead:
+        idle = [name for name, value in given.items() if value is not None and name not in EFFECT[part]]
+        idle += [name for name in ask.workloads if part == "--growth" or name != FIRST]
+        if idle:
+            where = "on clients of its own" if part == "--growth" else f"on {FIRST} with fedavg"
+            raise ConfigError(f"{part} is measured {where}, so {', '.join(idle)} would change nothing; leave it out.")
 
 
-def wanted(ask: Ask, method: str) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The contenders of a method, the one that others are compared to first; and why some are not there."""
-    by_hand = find(method).id in SERIAL
-    known = (BY_HAND, *KINDS[ask.device.type])
-    names = list(engines_asked(ask.engines, known))
-    base = BY_HAND if by_hand else REFERENCE
-    names = [base, *(name for name in names if name not in (base, BY_HAND))]
+def wanted(ask: Ask, method: str, before: Mapping[str, Any] | None = None) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The contenders of a method, the one that others are compared to first; and why some are not there.
+
+    Those of the row that was there before stay.
+    """
+    stay = () if before is None else (*before["done"], *before["left_out"])
+    base = BY_HAND if find(method).id in SERIAL else REFERENCE
+    others = [name for name in KINDS[ask.device.type] if name != base]
+    names = [base, *(name for name in others if ask.engines is None or name in (*ask.engines, *stay))]
     there = {n: n == BY_HAND or KINDS[ask.device.type][n]["engine"] in ENGINES for n in names}
     return tuple(n for n in names if there[n]), {n: MISSING for n in names if not there[n]}
 
 
 def measure_engines(ask: Ask, results: Results, rows: Rows) -> None:
     """A row a workload and method."""
-    plan: list[tuple[str, Workload, str, str]] = []
-    for name, workload in chosen(ask.workloads).items():
-        for method in chosen_methods(workload, ask.quick, ask.methods):
-            key = f"{name}/{find(method).id}" + ("" if ask.samples is None else f"/{ask.samples}")
-            if ask.force or not results.has("engines", key, wanted(ask, method)[0]):
-                plan.append((name, workload, method, key))
-    rows.expect(len(plan))
+    every = [
+        (name, workload, method, ask.key(f"{name}/{find(method).id}"))
+        for name, workload in chosen(ask.workloads).items()
+        for method in chosen_methods(workload, ask.quick, ask.methods)
+    ]
+    plan = [each for each in every if ask.force or not results.has("engines", each[3], wanted(ask, each[2])[0])]
+    plan.sort(key=lambda each: results.find("engines", each[3]) is not None)  # what is tried again comes last
+    rows.expect(len(plan), len(every) - len(plan))
     held: tuple[str, Federation] | None = None
     for name, workload, method, key in plan:
-        names, missing = wanted(ask, method)
-        rows.begin(f"{name} {find(method).id}", len(names) * (ask.pace.rounds + 1))
+        names, missing = wanted(ask, method, results.find("engines", key))
+        rows.begin(f"{name} {find(method).id}", ask.pace.steps(len(names)))
         if held is None or held[0] != name:
             held = None  # frees the images of the last one first
             held = name, make_clients(workload, most_images(workload, ask.device, ask.quick, ask.samples))
@@ -106,9 +145,7 @@ def measure_engines(ask: Ask, results: Results, rows: Rows) -> None:
             ask.pace,
             rows.tell,
         )
-        _free(ask.device)
-        row = {**described(name, workload, method, held[1], ask.device), "asked": list(names)}
-        row |= outcome_row(outcome, missing)
+        row = described(name, workload, method, held[1], ask) | outcome_row(outcome, missing)
         results.add("engines", key, row, ask.command)
         rows.end(in_words(outcome))
 
@@ -133,13 +170,12 @@ def variant(
     return Entry(name, lambda: Engined(configure(workload, method, device, run), federation, device))
 
 
-def described(
-    name: str, workload: Workload, method: str, federation: Federation, device: torch.device
-) -> dict[str, Any]:
+def described(name: str, workload: Workload, method: str, federation: Federation, ask: Ask) -> dict[str, Any]:
     """What a row was measured on."""
-    config = configure(workload, method, device, {"engine": REFERENCE})
+    config = configure(workload, method, ask.device, {"engine": REFERENCE})
     arch = architectures(config.model, federation.names, federation.classes, federation.shape)[federation.names[0]]
     sizes = [(len(data.train), len(data.test)) for data in federation.clients.values()]
+    steps = sum(len(batch_sizes(train, workload.batch, config.train.last_batch, Pass.least)) for train, _ in sizes)
     return {
         "workload": name,
         "method": find(method).id,
@@ -148,12 +184,15 @@ def described(
         "image": list(workload.shape),
         "clients": len(sizes),
         "batch": workload.batch,
+        "steps": steps,  # of all clients in a round, over all images once
+        "mean_batch": round(trained(federation) / steps, 2),
+        "samples": ask.samples,
         "train_images": sum(train for train, _ in sizes),
         "test_images": sum(test for _, test in sizes),
         "all_images": sum(train for train, _ in sizes) == sum(workload.train),
         "moment": find(method).moment,
         "memory_format": config.run.memory_format,
-        "precision": choose_precision(config.run.precision, device),
+        "precision": choose_precision(config.run.precision, ask.device),
         "threads": config.run.threads,
     }
 
@@ -162,6 +201,7 @@ def outcome_row(outcome: Outcome, missing: Mapping[str, str]) -> dict[str, Any]:
     return {
         "baseline": outcome.results[0]["name"] if outcome.results else None,
         "contenders": outcome.results,
+        "done": [each["name"] for each in outcome.results],
         "left_out": {**missing, **outcome.left_out},
         "largest_change_of_a_weight": outcome.moved,
     }
@@ -178,12 +218,6 @@ def in_words(outcome: Outcome) -> str:
         return "nothing could be measured"
     best = max(outcome.results, key=lambda each: float(each["round_per_second"]))
     return f"{best['name']} {best['round_per_second']:,.0f} images/s, {best['round_ratio']:.2f} of the first"
-
-
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 # --- options ---------------------------------------------------------------------------------------------------------
@@ -217,22 +251,19 @@ def option_groups(device: torch.device) -> dict[str, dict[str, dict[str, Any]]]:
 def measure_options(ask: Ask, results: Results, rows: Rows) -> None:
     """A row an option, on the first workload: its values side by side, the default first."""
     workload, method = WORKLOADS[FIRST], "fedavg"
-    if ask.workloads not in ((), (FIRST,)):
-        raise ConfigError(f"--options is measured on {FIRST}; leave out {', '.join(ask.workloads)}.")
     groups = option_groups(ask.device)
-    plan = {o: values for o, values in groups.items() if ask.force or not results.has("options", o, values)}
-    rows.expect(len(plan))
+    plan = [each for each in groups if ask.force or not results.has("options", ask.key(each), groups[each])]
+    plan.sort(key=lambda option: results.find("options", ask.key(option)) is not None)  # tried again: last
+    rows.expect(len(plan), len(groups) - len(plan))
     if not plan:
         return
     federation = make_clients(workload, most_images(workload, ask.device, ask.quick, ask.samples))
-    for option, values in plan.items():
-        rows.begin(f"option {option}", len(values) * (ask.pace.rounds + 1))
+    for option in plan:
+        values = groups[option]
+        rows.begin(f"option {option}", ask.pace.steps(len(values)))
         entries = [variant(value, workload, method, federation, ask.device, run) for value, run in values.items()]
         outcome = race(entries, trained(federation), ask.device, ask.pace, rows.tell)
-        _free(ask.device)
-        row = {**described(FIRST, workload, method, federation, ask.device), "asked": list(values)}
-        engine = next(iter(values.values()))["engine"]
-        results.add(
-            "options", option, {**row, "option": option, "engine": engine, **outcome_row(outcome, {})}, ask.command
-        )
+        row = {"option": option, "engine": next(iter(values.values()))["engine"]}
+        row |= described(FIRST, workload, method, federation, ask) | outcome_row(outcome, {})
+        results.add("options", ask.key(option), row, ask.command)
         rows.end(in_words(outcome))

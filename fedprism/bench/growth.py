@@ -66,23 +66,28 @@ def measure_growth(ask: Ask, results: Results, rows: Rows) -> None:
     """A row a point, each in a process of its own."""
     # One engine for all points: `auto` would change it on the way, and the curve with it.
     engine = "cuda-graphs" if ask.device.type == "cuda" and "cuda-graphs" in ENGINES else "inprocess"
-    plan = []
+    every = []
     for curve, series, settings in points(ask.quick):
         settings |= {"device": str(ask.device), "engine": engine}
-        key = f"{curve}: {json.dumps(settings, sort_keys=True)}"
-        if ask.force or not results.has("growth", key):
-            plan.append((curve, series, settings, key))
-    rows.expect(len(plan))
+        every.append((curve, series, settings, f"{curve}: {json.dumps(settings, sort_keys=True)}"))
+    plan = [each for each in every if ask.force or not results.has("growth", each[3])]
+    plan.sort(key=lambda each: results.find("growth", each[3]) is not None)  # what is tried again comes last
+    rows.expect(len(plan), len(every) - len(plan))
     for curve, series, settings, key in plan:
-        rows.begin(f"growth with {CURVES[curve].title}: {_told(settings)}, {series}", 1)
-        row = {"curve": curve, "series": series, "settings": settings, **in_own_process(settings)}
+        rows.begin(f"growth with {CURVES[curve].title}, {series}: {_told(settings)}", 1)
+        row: Row = {"curve": curve, "series": series, "settings": settings}
+        try:
+            row |= in_own_process(settings)
+        except FedprismError as error:  # the others are measured all the same
+            row["failed"] = str(error)
         results.add("growth", key, row, ask.command)
-        rows.end(f"{row['round_seconds']:.3g} s a round")
+        rows.end(row.get("failed") or f"{row['round_seconds']:.3g} s a round")
     for curve in CURVES:
         if not available():
             rows.say("matplotlib is not installed, so there are no pictures: pip install 'fedprism[report]'.")
             break
-        draw(curve, [row for row in results["growth"] if row["curve"] == curve], picture_of(results.path, curve))
+        of = [row for row in results["growth"] if row["curve"] == curve and "failed" not in row]
+        draw(curve, of, picture_of(results.path, curve))
     else:
         results.write()  # the page shows the pictures
 
@@ -97,15 +102,16 @@ def in_own_process(settings: Mapping[str, Any]) -> dict[str, Any]:
     command = [sys.executable, "-m", "fedprism.bench.point", json.dumps(settings)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:] or [f"it ended with {done.returncode}"]
-        raise FedprismError(f"the point {_told(settings)} could not be measured: {last[0]}")
+        said = "".join(f": {line}" for line in done.stderr.strip().splitlines()[-1:])
+        raise FedprismError(f"{_told(settings)} could not be measured; the process ended with {done.returncode}{said}")
     return dict(json.loads(done.stdout))
 
 
 def _told(settings: Mapping[str, Any]) -> str:
     model = settings.get("model", "cnn4")
     name = model if isinstance(model, str) else f"{model['name']} of width {model['width']}"
-    return f"{settings['clients']:,} clients, {name}"
+    words = f"{settings['clients']:,} clients, participation {settings.get('participation', 1.0):g}, {name}"
+    return words + (", state on disk" if settings.get("state") == "disk" else "")
 
 
 def _megabytes(row: Row) -> float:
@@ -138,7 +144,8 @@ def draw(curve: str, rows: list[Row], path: Path) -> None:
                 axes.plot(x, y, "o-", ms=4, label=name, color=LIGHT[place % len(LIGHT)])
             axes.set_xscale("log")
             axes.set_yscale("log" if value is _seconds else "linear")
-            axes.set_ylim(bottom=None if value is _seconds else 0)
+            if value is _megabytes:
+                axes.set_ylim(0, 1.1 * max(map(value, rows)))  # the highest marker whole, however flat the lines are
             axes.set_xlabel(told.words)
             axes.set_ylabel(words)
             axes.grid(color=INKS["grid"][0])

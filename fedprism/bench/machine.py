@@ -8,14 +8,16 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from fedprism.engines.processes import cores
+from fedprism.records.runfile import versions
 
 _PROC = Path("/proc")
 
@@ -27,12 +29,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "cpu": cpu_name(),
         "cores": cores(),
         "system": f"{platform.system()} {platform.machine()}",
-        "versions": {
-            "fedprism": metadata.version("fedprism"),
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda if device.type == "cuda" else None,
-            "python": platform.python_version(),
-        },
+        "versions": {**versions(), "cuda": torch.version.cuda if device.type == "cuda" else None},
     }
 
 
@@ -47,11 +44,6 @@ def load() -> list[float] | None:
         return [round(value, 2) for value in os.getloadavg()]
     except (AttributeError, OSError):  # Windows
         return None
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_name() -> str:
@@ -83,63 +75,73 @@ def wait(device: torch.device) -> None:
 
 
 class Memory:
-    """The most memory that one contender took: what it holds between rounds, and what a round takes on top.
+    """The most memory that one contender takes, without the others beside it and what stays after it.
 
-    So the others beside it do not count. On a GPU that is what PyTorch has allocated there; on a CPU the resident size
-    of this process, and all of the worker processes that the contender started.
+    On a GPU that is what PyTorch has reserved there until its first round is through, recordings included. On a CPU it
+    is the memory of this process and of the workers that it started in a round, each page counted once where the system
+    can tell.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.peak, self.held = device, 0, 0
-        self._workers: set[int] = set()
+        """Just before the contender is made."""
+        self.device, self.before, self.own = device, held(device), 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
 
-    @contextmanager
-    def first(self) -> Iterator[None]:
-        """Around making and warming up."""
-        others = set(children())
-        gc.collect()
-        _give_back()
-        before = self._now()
-        with self.round():
-            yield
-            self._workers = set(children()) - others
-        gc.collect()
-        _give_back()
-        self.held = max(0, self._now() - before)
-
-    @contextmanager
-    def round(self) -> Iterator[None]:
-        """Around a round."""
+    def made(self) -> None:
+        """It is made and warm."""
         if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-        else:
-            _forget_peak()
-        before = self._now()
-        yield
+            self.own = torch.cuda.max_memory_reserved(self.device) - self.before
+
+    def most(self, one_round: Callable[[], object], close: Callable[[], object]) -> int:
+        """Bytes, on a CPU of one more round that nobody times; `close` must let go of the contender."""
         if self.device.type == "cuda":
-            most = torch.cuda.max_memory_allocated(self.device)
-        else:
-            most = peak_resident(os.getpid())
-        workers = sum(map(peak_resident, self._workers))
-        self.peak = max(self.peak, self.held + most - before + workers)
-
-    def _now(self) -> int:
-        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else resident()
-
-
-def resident() -> int:
-    """Bytes of this process that are in memory now, where the system has a /proc; elsewhere the most there were."""
-    try:
-        return int((_PROC / "self" / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return peak_resident(os.getpid())
+            close()
+            return self.own
+        held(self.device)
+        for pid in family():
+            _forget_peak(pid)
+        one_round()
+        peak = sum(proportional(pid) + peak_resident(pid) - resident(pid) for pid in family())
+        close()
+        # Not what it had grown by when it was made: the first one would be charged for what PyTorch loads on first use.
+        return max(0, peak - held(self.device))
 
 
-def _give_back() -> None:
-    """What was freed goes back to the system, or the next to ask for memory would seem to take none."""
+def held(device: torch.device) -> int:
+    """Bytes in use now, after all that was freed is given back, or whoever takes it next would seem to take none."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(device)
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
+    return sum(map(proportional, family()))
+
+
+def family() -> list[int]:
+    """The process ids of this process and of those that it started."""
+    return [os.getpid(), *children()]
+
+
+def proportional(pid: int) -> int:
+    """Bytes of a process, of a page that n processes share the nth part; where the system does not say, all of it."""
+    return _kilobytes(pid, "smaps_rollup", "Pss") or resident(pid)
+
+
+def resident(pid: int) -> int:
+    """Bytes of a process that are in memory now, where the system has a /proc; elsewhere the most there were."""
+    return _kilobytes(pid, "status", "VmRSS") or peak_resident(pid)
+
+
+def _kilobytes(pid: int, file: str, name: str) -> int:
+    """A line of a process's file, in bytes; 0 where it is gone or the system has no such file."""
+    try:
+        found = re.search(rf"^{name}:\s*(\d+) kB$", (_PROC / str(pid) / file).read_text(), flags=re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) * 1024 if found else 0
 
 
 def children() -> list[int]:
@@ -156,23 +158,16 @@ def children() -> list[int]:
 
 def peak_resident(pid: int) -> int:
     """The most memory of a process in bytes; 0 where it is gone."""
-    try:
-        found = re.search(r"^VmHWM:\s*(\d+) kB$", (_PROC / str(pid) / "status").read_text(), flags=re.MULTILINE)
-    except OSError:
-        found = None
-    if found:
-        return int(found[1]) * 1024
-    if pid != os.getpid() or sys.platform == "win32":
-        return 0
+    found = _kilobytes(pid, "status", "VmHWM")
+    if found or pid != os.getpid() or sys.platform == "win32":
+        return found
     import resource  # not there on Windows
 
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
 
 
-def _forget_peak() -> None:
-    """From here on the peak counts anew, where the system can do that."""
-    try:
-        (_PROC / "self" / "clear_refs").write_text("5")
-    except OSError:
-        return
+def _forget_peak(pid: int) -> None:
+    """From here on the peak of a process counts anew, where the system can do that."""
+    with suppress(OSError):
+        (_PROC / str(pid) / "clear_refs").write_text("5")

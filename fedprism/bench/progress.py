@@ -39,9 +39,13 @@ class Rows:
         if self._bar.live.is_started:
             self._bar.stop()
 
-    def expect(self, rows: int) -> None:
-        """So many more rows are to come."""
+    def expect(self, rows: int, there: int = 0) -> None:
+        """So many more rows are to come, and so many are skipped."""
         self._of += rows
+        if there:
+            many = there > 1
+            said = f"{there} row{'s are' if many else ' is'} there already; --force measures {'them' if many else 'it'}"
+            self.say(f"{said} again.")
 
     def begin(self, title: str, steps: int) -> None:
         """A row of so many steps begins."""

@@ -5,14 +5,15 @@ Whatever else the machine does meets all of them. Figures are medians over round
 
 from __future__ import annotations
 
-import gc
 import json
+import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +32,7 @@ from fedprism.methods import make
 
 Weights = Mapping[str, Mapping[str, Tensor]]  # the server's and each client's
 Tell = Callable[[str], None]
-FAILURES = (FedprismError, RuntimeError, ImportError)  # out of memory is a RuntimeError
+FAILURES = (FedprismError, RuntimeError, ImportError, OSError, MemoryError)  # no memory is a RuntimeError in PyTorch
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,15 @@ class Pace:
     least: int = 1
     seconds: float = 15.0
 
+    def steps(self, contenders: int) -> int:
+        """Of a row's progress: each warms up, is measured, and does a round for its memory."""
+        return contenders * (self.rounds + 2)
+
 
 class Contender(Protocol):
     """Something that can do the rounds of a workload."""
+
+    threads: int  # that compute at the same time, of all its processes together
 
     def one_round(self, round: int) -> Taken: ...
     def weights(self) -> Weights: ...  # empty: it has none that could be compared
@@ -64,12 +71,11 @@ class Entry:
 class Standing:
     """What is known of a contender so far."""
 
-    name: str
-    contender: Contender
     memory: Memory
-    warm_up: float  # seconds of making it and of its first round
-    difference: float | None  # of the first contender's weights, after the first round
+    warm_up: float = 0.0  # seconds of making it and of its first round
+    difference: float | None = None  # from the first contender's weights, after the first round
     taken: list[Taken] = field(default_factory=list)
+    told: dict[str, Any] = field(default_factory=dict)  # its threads and facts, and the most memory it took
 
     def through(self, pace: Pace) -> bool:
         enough = sum(each.whole for each in self.taken) >= pace.seconds and len(self.taken) >= pace.least
@@ -89,60 +95,84 @@ def race(entries: Sequence[Entry], samples: int, device: torch.device, pace: Pac
     """Measure all contenders on `samples` training images a round; the first one is what the others are compared to."""
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as in a run, whoever is first to start cuBLAS
-    standings: list[Standing] = []
+    standings: dict[str, Standing] = {}
+    contenders: dict[str, Contender] = {}  # those that are open
     left_out: dict[str, str] = {}
-    reference: Weights | None = None
+    reference: Weights = {}
     moved = 0.0
+
+    def attempt(name: str, step: Callable[[], None]) -> None:
+        """One that fails is closed and left out; the others are measured all the same."""
+        try:
+            step()
+        except FAILURES as error:
+            left_out[name] = _reason(error)
+            standings.pop(name, None)
+            if name in contenders:
+                contenders.pop(name).close()
+
+    def warm_up(entry: Entry) -> None:
+        nonlocal reference, moved
+        standing, begun = Standing(Memory(device)), time.perf_counter()
+        contender = contenders[entry.name] = entry.make()
+        first = {} if reference else copied({n: t.cpu() for n, t in contender.weights().get("server", {}).items()})
+        contender.one_round(0)
+        standing.warm_up = time.perf_counter() - begun
+        standing.memory.made()
+        weights = contender.weights()
+        if reference and weights:
+            standing.difference = _finite(largest_difference(reference, weights))
+        elif weights:
+            moved = _finite(largest_difference({"server": first}, weights))
+            reference = weights
+        standings[entry.name] = standing
+
+    def one_round(name: str, turn: int) -> None:
+        if not standings[name].through(pace):
+            standings[name].taken.append(contenders[name].one_round(turn))
+
+    def memory(name: str) -> None:
+        standing, last = standings[name], pace.rounds + 1
+        standing.told = {"threads": contenders[name].threads, "facts": contenders[name].facts()}
+        standing.told["peak_memory_bytes"] = standing.memory.most(
+            lambda: contenders[name].one_round(last), lambda: contenders.pop(name).close()
+        )
+
     try:
         for entry in entries:
             tell(f"{entry.name}, warming up")
-            memory, begun = Memory(device), time.perf_counter()
-            contender: Contender | None = None
-            try:
-                with memory.first():
-                    contender = entry.make()
-                    first = copied(contender.weights()["server"]) if reference is None else {}
-                    contender.one_round(0)
-            except FAILURES as error:  # the others are measured all the same
-                left_out[entry.name] = _reason(error)
-                if contender is not None:
-                    contender.close()
-                continue
-            weights, apart = contender.weights(), None
-            if reference is None:
-                reference, moved = weights, largest_difference({"server": first}, weights)
-            elif weights:
-                apart = largest_difference(reference, weights)
-            standings.append(Standing(entry.name, contender, memory, time.perf_counter() - begun, apart))
-        reference = None
-        gc.collect()
+            attempt(entry.name, partial(warm_up, entry))
+        reference = {}
         for turn in range(1, pace.rounds + 1):
-            for standing in list(standings):
-                tell(f"{standing.name}, round {turn}")
-                if standing.through(pace):
-                    continue
-                try:
-                    with standing.memory.round():
-                        standing.taken.append(standing.contender.one_round(turn))
-                except FAILURES as error:
-                    left_out[standing.name] = _reason(error)
-                    standings.remove(standing)
-                    standing.contender.close()
-        return Outcome([figures(each, standings[0], samples) for each in standings], left_out, moved)
+            for name in list(standings):
+                tell(f"{name}, round {turn}")
+                attempt(name, partial(one_round, name, turn))
+        for name in list(standings):
+            tell(f"{name}, memory")
+            attempt(name, partial(memory, name))
     finally:
-        for standing in standings:
-            standing.contender.close()
+        for contender in contenders.values():
+            contender.close()
+    base = next(iter(standings.values()), None)
+    return Outcome([figures(n, each, base or each, samples) for n, each in standings.items()], left_out, moved)
 
 
 def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
-def figures(standing: Standing, base: Standing, samples: int) -> dict[str, Any]:
+def _finite(difference: float) -> float:
+    """A difference that says something; and the file of results has no other numbers."""
+    if math.isinf(difference):
+        raise FedprismError("its weights after the first round, or those it is compared to, are not all finite.")
+    return difference
+
+
+def figures(name: str, standing: Standing, base: Standing, samples: int) -> dict[str, Any]:
     """One contender's row."""
     train, whole, evaluate = (_median(standing, part) for part in ("train", "whole", "evaluate"))
     return {
-        "name": standing.name,
+        "name": name,
         "train_per_second": _rounded(samples / train),
         "round_per_second": _rounded(samples / whole),
         "train_ratio": round(_median(base, "train") / train, 3),
@@ -155,16 +185,18 @@ def figures(standing: Standing, base: Standing, samples: int) -> dict[str, Any]:
         },
         "evaluate_share": round(evaluate / whole, 3),
         "warm_up_seconds": _rounded(standing.warm_up),
-        "peak_memory_bytes": standing.memory.peak,
         "largest_difference": standing.difference,
-        "facts": standing.contender.facts(),
+        **standing.told,
     }
 
 
 def largest_difference(a: Weights, b: Weights) -> float:
-    """Of all float leaves that both have, the largest difference; the server's leaves must be the same ones."""
-    floats = {n for n, t in a["server"].items() if t.is_floating_point()}
-    odd = floats ^ {n for n, t in b["server"].items() if t.is_floating_point()}
+    """Of all float leaves that both have, the largest difference; the server's leaves must be the same ones.
+
+    A number that is not finite, on either side, makes it infinite.
+    """
+    floats, others = ({n for n, t in each.get("server", {}).items() if t.is_floating_point()} for each in (a, b))
+    odd = floats ^ others
     if odd:
         raise FedprismError(f"two contenders have other weights on the server: {', '.join(sorted(odd)[:3])}.")
     found = [
@@ -173,7 +205,7 @@ def largest_difference(a: Weights, b: Weights) -> float:
         for name, tensor in a[owner].items()
         if name in b[owner] and tensor.is_floating_point() and tensor.numel()
     ]
-    return max(found, default=0.0)
+    return max(found, default=0.0) if all(map(math.isfinite, found)) else math.inf
 
 
 def _median(standing: Standing, part: str) -> float:
@@ -212,6 +244,7 @@ class Engined:
         with numerics(config.run, device):
             self.loop = open_loop(config, federation, device)
         self.engine = self.loop.engine
+        self.threads = config.run.threads * min(getattr(self.engine, "workers", 1), len(federation.clients))
         if device.type == "cuda":
             untimed = self.engine.train
 
@@ -255,8 +288,8 @@ class ByHand:
     def __init__(
         self, config: Config, federation: Federation, device: torch.device, threads: int | None = None
     ) -> None:
-        precision = choose_precision(config.run.precision, device)
-        self.settings = (precision == "tf32", threads or config.run.threads)
+        self.threads = threads or config.run.threads
+        self.settings = (choose_precision(config.run.precision, device) == "tf32", self.threads)
         with self.context():
             info = make_info(config, federation.names, federation.classes, federation.shape)
             self.serial: Serial = SERIAL[config.method.name](config, info, federation, device)

@@ -3,6 +3,7 @@ share of what the device was measured to do in the same run."""
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -42,15 +43,15 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def make_step(workload: Workload, device: torch.device) -> Callable[[], None]:
-    """A plain training step: normalise, forward, backward, update. The batch is there."""
+def make_step(workload: Workload, device: torch.device, batch: int) -> Callable[[], None]:
+    """A plain training step on so many images: normalise, forward, backward, update. The batch is there."""
     config = configure(workload, "fedavg", device, {"engine": "inprocess"})
     arch = architectures(config.model, ("one",), workload.classes, workload.shape)["one"]
     layout = torch.channels_last if config.run.memory_format == "channels_last" else torch.contiguous_format
     model = arch.model(0).to(device, memory_format=layout).train()  # type: ignore[call-overload]
     optimiser = torch.optim.SGD(model.parameters(), lr=config.train.optimizer.lr)
-    images = torch.zeros(workload.batch, *workload.shape, dtype=torch.uint8, device=device)
-    labels = torch.zeros(workload.batch, dtype=torch.int64, device=device)
+    images = torch.zeros(batch, *workload.shape, dtype=torch.uint8, device=device)
+    labels = torch.zeros(batch, dtype=torch.int64, device=device)
 
     def step() -> None:
         optimiser.zero_grad()
@@ -93,8 +94,17 @@ def count_kernels(step: Callable[[], None]) -> int:
 # --- what the device can do ------------------------------------------------------------------------------------------
 
 
-def roofs(device: torch.device) -> dict[str, float]:
-    """Bytes and FLOPs a second, and on a GPU kernels a second, as measured now."""
+def roofs(device: torch.device, threads: int) -> dict[str, float]:
+    """Bytes and FLOPs a second, of a CPU with so many threads, and on a GPU kernels a second, as measured now."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return {what: float(f"{value:.4g}") for what, value in _roofs(device).items()}
+    finally:
+        torch.set_num_threads(before)
+
+
+def _roofs(device: torch.device) -> dict[str, float]:
     cuda = device.type == "cuda"
     length = 2**28 if cuda else 2**24
     source = torch.zeros(length, device=device)
@@ -151,50 +161,51 @@ def _starts(device: torch.device) -> float:
 def measure_roofline(ask: Ask, results: Results, rows: Rows) -> None:
     """A row a workload whose FedAvg or FedBN was measured: counts of a step, and each engine's share of the roofs."""
     measured = {
-        row["workload"]: row
-        for row in results["engines"]
+        row["key"].replace(f"/{row['method']}", ""): row
+        for row in sorted(results["engines"], key=lambda row: str(row["method"]), reverse=True)  # fedavg if it is there
         if row["method"] in ("fedavg", "fedbn") and row["workload"] in chosen(ask.workloads) and row["contenders"]
     }
     stale = {
-        name: row
-        for name, row in measured.items()
-        if ask.force or not results.has("roofline", name, [f"{row['key']} {row['date']}"])
+        key: row
+        for key, row in measured.items()
+        if ask.force or not results.has("roofline", key, [f"{row['key']} {row['date']}"])
     }
     rows.expect(len(stale))
     if not stale:
         return
-    config = configure(WORKLOADS[next(iter(stale))], "fedavg", ask.device, {"engine": "inprocess"})
-    with numerics(config.run, ask.device):
-        limits: dict[str, float] | None = None
-        for name, row in stale.items():
-            rows.begin(f"roofline of {name}", 2)
-            if limits is None:
-                rows.tell("what the device can do")
-                limits = {what: float(f"{value:.4g}") for what, value in roofs(ask.device).items()}
+    limits: dict[int, dict[str, float]] = {}  # by threads: an engine is compared to what as many of them can do
+    for key, row in stale.items():
+        rows.begin(f"roofline of {key}", 2)
+        workload = WORKLOADS[row["workload"]]
+        config = configure(workload, "fedavg", ask.device, {"engine": "inprocess"})
+        with numerics(config.run, ask.device):
+            rows.tell("what the device can do")
+            for threads in {each["threads"] for each in row["contenders"]} - limits.keys():
+                limits[threads] = roofs(ask.device, threads)
             rows.tell("counting a step")
-            counts = count(make_step(WORKLOADS[name], ask.device), ask.device)
-            shares = {each["name"]: engine_shares(each, row, counts, limits) for each in row["contenders"]}
-            best = max(row["contenders"], key=lambda each: float(each["train_per_second"]))["name"]
-            found = {
-                "asked": [f"{row['key']} {row['date']}"],  # counted anew where the figures are new
-                "workload": name,
-                "method": row["method"],
-                "batch": row["batch"],
-                "roofs": limits,
-                "step": counts,
-                "engines": shares,
-                "fastest": best,
-                "bound": bound(shares[best]),
-            }
-            results.add("roofline", name, found, ask.command)
-            rows.end()
+            counts = count(make_step(workload, ask.device, round(row["mean_batch"])), ask.device)
+        shares = {each["name"]: engine_shares(each, row, counts, limits[each["threads"]]) for each in row["contenders"]}
+        best = max(row["contenders"], key=lambda each: float(each["train_per_second"]))["name"]
+        found = {
+            "done": [f"{row['key']} {row['date']}"],  # counted anew where the figures are new
+            "workload": row["workload"],
+            "method": row["method"],
+            "samples": row["samples"],
+            "mean_batch": row["mean_batch"],
+            "step": counts,
+            "engines": shares,
+            "fastest": best,
+            "bound": bound(shares[best]),
+        }
+        results.add("roofline", key, found, ask.command)
+        rows.end()
 
 
 def engine_shares(
     each: Mapping[str, Any], row: Mapping[str, Any], counts: Mapping[str, Any], limits: Mapping[str, float]
 ) -> dict[str, Any]:
     """What an engine's training makes of each roof: a share of 1 would be all that the device can do."""
-    steps = each["train_per_second"] / row["batch"]
+    steps = row["steps"] / statistics.median(each["seconds"]["train"])
     told = each["facts"].get("kernels_per_step")
     if isinstance(told, Mapping):  # one a pass; every pass goes over the same batches
         told = sum(told.values())
@@ -206,7 +217,13 @@ def engine_shares(
     if kernels is not None and "kernels" in limits:
         shares["kernels"] = steps * kernels / limits["kernels"]
     rounded = {what: float(f"{share:.3g}") for what, share in shares.items()}
-    return {"steps_per_second": float(f"{steps:.4g}"), "kernels_per_step": kernels, "shares": rounded}
+    return {
+        "threads": each["threads"],
+        "roofs": dict(limits),
+        "steps_per_second": float(f"{steps:.4g}"),
+        "kernels_per_step": kernels,
+        "shares": rounded,
+    }
 
 
 def bound(found: Mapping[str, Any]) -> str:

@@ -18,10 +18,14 @@ TITLES = {
     "growth": "Growth",
     "roofline": "What bounds a training step",
 }
+MEMORY = (
+    "Memory: the most in one more round, without what stays when the contender is closed; on a GPU what PyTorch "
+    "reserves there, on a CPU with all worker processes, where a page that several of them share counts once."
+)
 
 
 def grids(results: Results) -> dict[str, Grid]:
-    """The tables of the sections that have rows, widest form."""
+    """The tables of the sections that have something to tell, widest form."""
     made = {
         "engines": engines(results["engines"]),
         "options": options(results["options"]),
@@ -29,7 +33,7 @@ def grids(results: Results) -> dict[str, Grid]:
         "growth": growth(results["growth"]),
         "roofline": roofline(results["roofline"]),
     }
-    return {TITLES[name]: grid for name, grid in made.items() if grid.rows}
+    return {TITLES[name]: grid for name, grid in made.items() if grid.rows or grid.notes}
 
 
 def fitting(title: str, grid: Grid) -> Fitting:
@@ -42,13 +46,14 @@ def fitting(title: str, grid: Grid) -> Fitting:
 def page(results: Results) -> str:
     """The Markdown page."""
     machine = results.head["machine"]
+    gpu = "" if machine["device"] == machine["cpu"] else f"{machine['device']}, "
     versions = ", ".join(f"{name} {value}" for name, value in machine["versions"].items() if value)
     all_rows = [row for section in results.sections.values() for row in section]
     dates = sorted(row["date"] for row in all_rows)
     loads = sorted(row["load"][0] for row in all_rows if row["load"])
     parts = [
         f"# Benchmarks on {machine['device']}",
-        f"{machine['device']}, {machine['cores']} cores of {machine['cpu']}, {machine['system']}; {versions}.",
+        f"{gpu}{machine['cores']} cores of {machine['cpu']}, {machine['system']}; {versions}.",
         f"Measured from {dates[0]} to {dates[-1]}; load average {loads[0]:g} to {loads[-1]:g} when rows were written."
         if loads
         else f"Measured from {dates[0]} to {dates[-1]}.",
@@ -81,22 +86,11 @@ def engines(rows: list[Row]) -> Grid:
     lines = []
     for row in rows:
         for each in row["contenders"]:
-            lines.append(
-                (
-                    Entry(row["workload"]),
-                    Entry(row["method"]),
-                    Entry(each["name"]),
-                    Entry(_number(each["train_per_second"])),
-                    Entry(_number(each["round_per_second"])),
-                    Entry(f"{each['train_ratio']:.2f}"),
-                    Entry(f"{each['round_ratio']:.2f}"),
-                    Entry(_kernels(each["facts"].get("kernels_per_step"))),
-                    Entry(_number(each["peak_memory_bytes"] / 1e6)),
-                    Entry(_difference(each["largest_difference"])),
-                    Entry(str(len(each["seconds"]["round"]))),
-                )
-            )
-    return Grid(header, tuple(lines), tuple(_engine_notes(rows)))
+            kernels = _kernels(each["facts"].get("kernels_per_step"))
+            texts = [_named(row["workload"], row), row["method"], each["name"], *_speeds(each)]
+            texts += [_times(each, "train"), _times(each, "round"), kernels]
+            lines.append([*texts, _memory(each), _difference(each["largest_difference"]), _rounds(each)])
+    return _grid(header, lines, _engine_notes(rows))
 
 
 def _engine_notes(rows: list[Row]) -> Iterable[str]:
@@ -111,14 +105,14 @@ def _engine_notes(rows: list[Row]) -> Iterable[str]:
         f"{max(row['largest_change_of_a_weight'] for row in rows):.1g} in that round."
     )
     precisions = ", ".join(sorted({row["precision"] for row in rows}))
+    yield MEMORY
     yield f"Precision {precisions}; {rows[0]['threads']} thread a process; evaluated at each method's own moment."
-    for name in dict.fromkeys(row["workload"] for row in rows):
-        row = next(row for row in rows if row["workload"] == name)
+    for name, row in {_named(row["workload"], row): row for row in rows}.items():
         less = "" if row["all_images"] else " (fewer than the paper's)"
         yield (
             f"{name}: {row['model']}, {row['parameters']:,} parameters, {row['clients']} clients, batch "
-            f"{row['batch']}, {row['train_images']:,} training images{less} and {row['test_images']:,} test images of "
-            f"{'x'.join(map(str, row['image']))}, {row['memory_format']}."
+            f"{row['batch']} (mean {row['mean_batch']:g}), {row['train_images']:,} training images{less} and "
+            f"{row['test_images']:,} test images of {'x'.join(map(str, row['image']))}, {row['memory_format']}."
         )
     yield from _left_out(rows)
 
@@ -133,33 +127,44 @@ def _left_out(rows: list[Row]) -> Iterable[str]:
 
 
 def options(rows: list[Row]) -> Grid:
-    header = ("option", "value", "engine", "training, images/s", "whole round, images/s", "x whole round", "memory, MB")
+    header = (
+        "option",
+        "value",
+        "engine",
+        "training, images/s",
+        "whole round, images/s",
+        "x whole round",
+        "memory, MB",
+        "rounds",
+    )
     lines = []
     for row in rows:
         for each in row["contenders"]:
-            numbers = (each["train_per_second"], each["round_per_second"])
-            texts = [row["option"], each["name"], row["engine"], *map(_number, numbers), f"{each['round_ratio']:.2f}"]
-            lines.append(tuple(map(Entry, [*texts, _number(each["peak_memory_bytes"] / 1e6)])))
-    note = "FedAvg on {workload}, {train_images:,} training images; x: times the first value of the option."
-    notes = [note.format(**rows[0])] if rows else []
-    return Grid(header, tuple(lines), (*notes, *_left_out(rows)))
+            texts = [_named(row["option"], row), each["name"], row["engine"], *_speeds(each)]
+            lines.append([*texts, _times(each, "round"), _memory(each), _rounds(each)])
+    notes = []
+    if rows:
+        sizes = " or ".join(dict.fromkeys(f"{row['train_images']:,}" for row in rows))
+        said = f"FedAvg on {rows[0]['workload']}, {sizes} training images; x: times the first value of the option."
+        notes += [said, MEMORY]
+    return _grid(header, lines, [*notes, *_left_out(rows)])
 
 
 def workers(rows: list[Row]) -> Grid:
-    header = ("how", "training, images/s", "x training", "memory, MB")
-    lines, notes = [], []
+    header = ("how", "training, images/s", "x training", "memory, MB", "rounds")
+    lines, notes = [], [MEMORY] if rows else []
     for row in rows:
         for each in row["contenders"]:
-            texts = (each["name"], _number(each["train_per_second"]), f"{each['train_ratio']:.2f}")
-            lines.append(tuple(map(Entry, (*texts, _number(each["peak_memory_bytes"] / 1e6)))))
+            how = _named(each["name"], row)
+            lines.append([how, _speeds(each)[0], _times(each, "train"), _memory(each), _rounds(each)])
         if row["share_of_independent"] is not None:
             notes.append(
-                f"FedAvg on {row['workload']}, {row['train_images']:,} training images, training alone: "
+                f"FedAvg on {_named(row['workload'], row)}, {row['train_images']:,} training images, training alone: "
                 f"{row['workers']} workers reach {row['share_of_independent']:.2f} of what {row['workers']} processes "
                 "that know nothing of each other reach together (median over neighbouring rounds)."
             )
         notes += _left_out([row])
-    return Grid(header, tuple(lines), tuple(notes))
+    return _grid(header, lines, notes)
 
 
 def growth(rows: list[Row]) -> Grid:
@@ -174,31 +179,30 @@ def growth(rows: list[Row]) -> Grid:
         "a round, s",
         "memory, MB",
     )
+    through = [row for row in rows if "failed" not in row]
     lines = []
-    for row in rows:
+    for row in through:
         texts = [row["curve"], row["series"], row["settings"]["engine"]]
         texts += [f"{row[number]:,}" for number in ("clients", "participants", "parameters")]
-        texts += [
-            f"{row['set_up_seconds']:.2f}",
-            f"{row['round_seconds']:.3g}",
-            _number((row["device_memory_bytes"] or row["peak_memory_bytes"]) / 1e6),
-        ]
-        lines.append(tuple(map(Entry, texts)))
+        memory = (row["device_memory_bytes"] or row["peak_memory_bytes"]) / 1e6
+        lines.append([*texts, f"{row['set_up_seconds']:.2f}", f"{row['round_seconds']:.3g}", _number(memory)])
     notes = []
-    if rows:
-        loaded = max(row["memory_when_loaded_bytes"] for row in rows) / 1e6
+    if through:
+        loaded = max(row["memory_when_loaded_bytes"] for row in through) / 1e6
         notes.append(
             "Each point in a process of its own; memory is what PyTorch allocates on a GPU, else the largest resident "
             f"size, of which {loaded:,.0f} MB are Python and PyTorch before anything is made. Those who take part are "
             "evaluated."
         )
-    return Grid(header, tuple(lines), tuple(notes))
+    notes += [f"Growth with {row['curve']}: {row['failed']}" for row in rows if "failed" in row]
+    return _grid(header, lines, notes)
 
 
 def roofline(rows: list[Row]) -> Grid:
     header = (
         "workload",
         "engine",
+        "threads",
         "MFLOP a step",
         "MB a step",
         "kernels a step",
@@ -207,26 +211,58 @@ def roofline(rows: list[Row]) -> Grid:
         "of memory",
         "of starts",
     )
-    lines, notes = [], []
+    lines, limits, notes = [], {}, []
     for row in rows:
-        step = row["step"]
-        for name, each in row["engines"].items():
+        step, name = row["step"], _named(row["workload"], row)
+        for engine, each in row["engines"].items():
             shares = each["shares"]
-            texts = [row["workload"], name, _number(step["flops"] / 1e6), _number(step["bytes"] / 1e6)]
+            limits[each["threads"]] = each["roofs"]
+            texts = [name, engine, str(each["threads"]), _number(step["flops"] / 1e6), _number(step["bytes"] / 1e6)]
             texts += [_kernels(each["kernels_per_step"]), _number(each["steps_per_second"])]
-            texts += [_share(shares.get(what)) for what in ("flops", "bytes", "kernels")]
-            lines.append(tuple(map(Entry, texts)))
-        notes.append(f"{row['workload']}: {row['fastest']} is {row['bound']}.")
-    if rows:
-        limits = rows[-1]["roofs"]
-        starts = f", {limits['kernels'] / 1e6:.2f} million tiny kernels/s" if "kernels" in limits else ""
-        notes.insert(
-            0,
-            f"Measured in the same run: {limits['bytes'] / 1e9:,.1f} GB/s of a large copy (read and written), "
-            f"{limits['flops'] / 1e12:,.3g} TFLOP/s of a large matrix product{starts}. FLOPs and bytes are those of "
-            "the plain step: what each operation reads and writes, caches aside, so fused kernels move less.",
+            lines.append([*texts, *(_share(shares.get(what)) for what in ("flops", "bytes", "kernels"))])
+        notes.append(f"{name}: {row['fastest']} is {row['bound']}.")
+    measured = [
+        f"Measured in the same run: {limit['bytes'] / 1e9:,.1f} GB/s of a large copy (read and written), "
+        f"{limit['flops'] / 1e12:,.3g} TFLOP/s of a large matrix product, "
+        + (
+            f"{limit['kernels'] / 1e6:.2f} million tiny kernels/s."
+            if "kernels" in limit
+            else f"with {threads} thread{'s' * (threads > 1)}."
         )
-    return Grid(header, tuple(lines), tuple(notes))
+        for threads, limit in sorted(limits.items())
+    ]
+    if rows:
+        measured.append(
+            "On a CPU an engine's shares are of what as many threads as it uses can do. FLOPs and bytes are those of "
+            "the plain step with the mean batch: what each operation reads and writes, caches aside, so fused kernels "
+            "move less."
+        )
+    return _grid(header, lines, [*measured, *notes])
+
+
+def _grid(header: tuple[str, ...], lines: Iterable[Iterable[str]], notes: Iterable[str]) -> Grid:
+    return Grid(header, tuple(tuple(map(Entry, line)) for line in lines), tuple(notes))
+
+
+def _named(name: str, row: Row) -> str:
+    """With the images of a client, where they were asked for."""
+    return name if row["samples"] is None else f"{name} ({row['samples']} images a client)"
+
+
+def _speeds(each: Row) -> list[str]:
+    return [_number(each["train_per_second"]), _number(each["round_per_second"])]
+
+
+def _times(each: Row, part: str) -> str:
+    return f"{each[f'{part}_ratio']:.2f}"
+
+
+def _memory(each: Row) -> str:
+    return _number(each["peak_memory_bytes"] / 1e6)
+
+
+def _rounds(each: Row) -> str:
+    return str(len(each["seconds"]["round"]))
 
 
 def _number(value: float) -> str:

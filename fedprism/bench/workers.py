@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from fedprism.bench.engines import MISSING, Ask, described, outcome_row, trained, variant
-from fedprism.bench.machine import cores
 from fedprism.bench.progress import Rows
 from fedprism.bench.race import ByHand, Entry, Weights, race
 from fedprism.bench.results import Results
 from fedprism.bench.serial import Taken
 from fedprism.bench.workloads import FIRST, WORKLOADS, configure, make_clients, most_images
 from fedprism.engines.inprocess import ENGINES
+from fedprism.engines.processes import cores
 from fedprism.errors import FedprismError
 
 CPU = torch.device("cpu")
@@ -36,11 +36,15 @@ def measure_workers(ask: Ask, results: Results, rows: Rows) -> None:
         rows.say(f"processes is left out: {MISSING}.")
         return
     count, workload = cores(), WORKLOADS[FIRST]
-    names = ("processes, 1 worker", f"processes, {count} workers", f"{count} independent processes")
-    if count < 2 or (not ask.force and results.has("workers", FIRST, names)):
+    if count < 2:
+        rows.say("this process may use one core, so there is nothing to compare.")
         return
-    rows.expect(1)
-    rows.begin("worker processes", (len(names) + 1) * (ask.pace.rounds + 1))
+    names = ("processes, 1 worker", f"processes, {count} workers", f"{count} independent processes")
+    there = not ask.force and results.has("workers", ask.key(FIRST), names)
+    rows.expect(int(not there), int(there))
+    if there:
+        return
+    rows.begin("worker processes", ask.pace.steps(len(names) + 1))
     most = most_images(workload, CPU, ask.quick, ask.samples)
     federation = make_clients(workload, most)
     config = configure(workload, METHOD, CPU, {"engine": "inprocess"})
@@ -51,10 +55,10 @@ def measure_workers(ask: Ask, results: Results, rows: Rows) -> None:
     entries.append(Entry(names[2], lambda: Independent(most, count)))
     entries.append(Entry(f"serial, {count} threads", lambda: ByHand(config, federation, CPU, threads=count)))
     outcome = race(entries, trained(federation), CPU, ask.pace, rows.tell)
-    row = {**described(FIRST, workload, METHOD, federation, CPU), "asked": list(names), "workers": count}
     reached = share(outcome.results, names)
-    row |= outcome_row(outcome, {}) | {"share_of_independent": reached}
-    results.add("workers", FIRST, row, ask.command)
+    row = described(FIRST, workload, METHOD, federation, ask) | outcome_row(outcome, {})
+    row |= {"workers": count, "share_of_independent": reached}
+    results.add("workers", ask.key(FIRST), row, ask.command)
     rows.end("" if reached is None else f"{reached:.2f} of independent processes")
 
 
@@ -71,6 +75,7 @@ class Independent:
     """Processes that each train a share of the clients by the plain loop, on one thread, and exchange nothing."""
 
     def __init__(self, most: int | None, count: int) -> None:
+        self.threads = count
         context = multiprocessing.get_context("spawn")
         self.pipes: list[Connection] = []
         self.processes = []

@@ -14,7 +14,7 @@ import torch
 from fedprism import keys
 from fedprism.api import resolve
 from fedprism.config import Config, structure
-from fedprism.errors import ConfigError, unknown
+from fedprism.errors import ConfigError
 from fedprism.federation import Federation
 from fedprism.methods import find
 from fedprism.registry import Registry
@@ -147,11 +147,3 @@ def chosen_methods(workload: Workload, quick: bool, asked: Sequence[str] | None)
             raise ConfigError(f"--methods has {name!r}; `bench` measures registered methods: {', '.join(EIGHT)}, ...")
         find(name)
     return tuple(asked) if asked else (workload.first or workload.methods) if quick else workload.methods
-
-
-def engines_asked(asked: Sequence[str] | None, known: Sequence[str]) -> tuple[str, ...]:
-    """Those that are asked for, in the table's order; none: all."""
-    for name in asked or ():
-        if name not in known:
-            raise ConfigError(unknown("engine of a benchmark", name, known))
-    return tuple(name for name in known if asked is None or name in asked)

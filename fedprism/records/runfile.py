@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -58,8 +59,8 @@ def facts(plan: Plan) -> dict[str, Any]:
 def versions() -> dict[str, str]:
     try:
         own = version("fedprism")
-    except PackageNotFoundError:
-        own = "unknown"
+    except PackageNotFoundError:  # run from its folder
+        own = getattr(sys.modules.get("fedprism"), "__version__", "unknown")
     return {
         "fedprism": own,
         "torch": str(torch.__version__),
