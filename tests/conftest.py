@@ -11,6 +11,12 @@ from fedprism.federation import Federation, federation
 from tests.helpers import cut
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Bytes are no part of a test's name: packed ones hold the second they were made in, and two workers that collect
+    tests of different names run none at all."""
+    return argname if isinstance(val, bytes) else None
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
     """The bits depend on the number of intra-op threads, and two on a busy machine can be far slower than one."""
