@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import gc
+import logging
+import sys
+import threading
+import warnings
 import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -214,13 +219,39 @@ def test_nothing_is_compiled_on_a_cpu(asked: Any, rounds: int, settled: bool) ->
 
 
 @pytest.mark.slow
-def test_the_compiler_itself_takes_a_step(unequal: Federation) -> None:
+def test_the_compiler_itself_takes_a_step(unequal: Federation, capsys: pytest.CaptureFixture[str]) -> None:
     """With PyTorch's compiler for the CPU, which needs a C++ compiler and a minute."""
     config = structure({**RAW, "model": "cnn4", "train": {**RAW["train"], "rounds": 1}}, Config)
     one, _ = trained(InProcess, METHODS["fedavg"](), config, unequal)
     two, _ = trained(CudaGraphs, METHODS["fedavg"](), replace(config, run=replace(config.run, compile=True)), unequal)
     for name, tensor in one.server.items():
         assert torch.allclose(tensor, two.server[name], rtol=1e-3, atol=1e-4), name
+    assert capsys.readouterr().err == ""
+
+
+def test_steps_that_change_something_on_the_host_are_not_recorded_on_a_gpu() -> None:
+    total, totals = torch.zeros(()), [torch.zeros(2), torch.zeros(3)]
+    for device, refused in ((torch.device("cuda"), True), (CPU, False)):
+        for change in (lambda: total.add_(1), lambda: torch._foreach_mul_(totals, 2)):
+            with pytest.raises(replay.Waits, match="logged") if refused else nullcontext(), replay.Watch(device):
+                change()
+    assert total == 1  # of the CPU, where it is no host of another device
+    with replay.Watch(torch.device("cuda")):
+        torch.ones(2).sum().add(1)
+
+
+def test_a_compiler_is_quiet_and_other_threads_are_not(capsys: pytest.CaptureFixture[str]) -> None:
+    words = logging.getLogger("torch._inductor.select_algorithm")
+    with compiled.quiet():
+        print("a table", file=sys.stderr)
+        warnings.warn("a warning", stacklevel=1)
+        words.error("an error that is none")
+        other = threading.Thread(target=lambda: print("progress", file=sys.stderr))
+        other.start()
+        other.join()
+    print("after", file=sys.stderr)
+    assert capsys.readouterr().err == "progress\nafter\n"
+    assert words.isEnabledFor(logging.ERROR)
 
 
 def test_pinned_memory_is_taken_in_chunks_and_used_again() -> None:

@@ -12,13 +12,19 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import logging
+import sys
+import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
@@ -213,7 +219,7 @@ def inductor(graph: torch.fx.GraphModule, examples: Sequence[Tensor]) -> Functio
     """PyTorch's compiler, with every matrix product tuned."""
     from torch._inductor import compile as build
 
-    with torch.no_grad(), _tuned_under_load():
+    with torch.no_grad(), quiet(), _tuned_under_load():
         function: Function = build(graph, list(examples), options=OPTIONS)
         function(*(example.clone() for example in examples))  # some kernels are tuned when they first run
     return function
@@ -243,16 +249,53 @@ def capture(graph: torch.cuda.CUDAGraph, work: Callable[[], Any], pool: Any) -> 
 
 
 @contextmanager
+def quiet() -> Iterator[None]:
+    """Within: the compiler's tables of what it tried, and why some of it does not fit this GPU, are not printed.
+
+    An error that matters is raised. What other threads print, such as progress, is printed.
+    """
+    compiler = logging.getLogger("torch._inductor")
+    level = compiler.level
+    compiler.setLevel(logging.CRITICAL + 1)
+    try:
+        with redirect_stderr(_OthersOnly(sys.stderr)), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        compiler.setLevel(level)
+
+
+class _OthersOnly:
+    """A stream that swallows what the thread that made it writes."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream, self.silent = stream, threading.get_ident()
+
+    def write(self, text: str) -> int:
+        return len(text) if threading.get_ident() == self.silent else self.stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextmanager
 def _tuned_under_load() -> Iterator[None]:
     """Within: the compiler compares kernels as they will run, in graphs on several streams at once.
 
-    By itself it times one launch at a time, and of kernels as short as these that is the time of the launch.
+    By itself it times one launch at a time, and of kernels as short as these that is the time of the launch. Runs that
+    compile side by side measure one after the other.
     """
     from torch._inductor.runtime.benchmarking import benchmarker
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     plain = benchmarker.benchmark_gpu
+    alone = FileLock(Path(cache_dir()) / ".fedprism-measures.lock")
 
     def measured(call: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        with alone:
+            return measure(call, *args, **kwargs)
+
+    def measure(call: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         if torch.cuda.current_stream() == torch.cuda.default_stream():  # which cannot be captured
             return plain(call, *args, **kwargs)
         call()

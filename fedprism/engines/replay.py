@@ -15,7 +15,7 @@ import itertools
 import math
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -72,7 +72,11 @@ WAITING = {
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses what waits for the device or brings values from the host."""
+    """Refuses what waits for the device, brings values from the host, or changes something there."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.host = "cpu" if device.type != "cpu" else None  # what is done there is not recorded
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -80,16 +84,16 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.__name__.partition(".")[0]
         if name in WAITING:
             raise Waits(f"it waits for the device: {WAITING[name]}")
+        if func._schema.is_mutable:
+            written = args[0] if isinstance(args[0], list | tuple) else args[:1]
+            if any(isinstance(each, Tensor) and each.device.type == self.host for each in written):
+                raise Waits("it changes a tensor on the host, such as the sum of a value there that is logged")
         made = func(*args, **(kwargs or {}))
         if name in ("copy_", "_to_copy"):
             source = args[1] if name == "copy_" else args[0]
             if source.device.type != made.device.type:
                 raise Waits(f"it copies a tensor {'from' if source.device.type == 'cpu' else 'to'} the host")
         return made
-
-
-def watching() -> AbstractContextManager[Any]:
-    return Watch()  # type: ignore[no-untyped-call]
 
 
 @dataclass
@@ -295,7 +299,7 @@ class Replay:
                     else:
                         work.step(trainer.trained, trainer.optimizer, images, y[batch], noise.at(i))
 
-        with _PutBack(me, trainer), nullcontext() if trainer.stretches else watching():
+        with _PutBack(me, trainer), nullcontext() if trainer.stretches else Watch(self.device):
             some(1)
         if (
             self.compiler is not None
@@ -414,7 +418,7 @@ class Replay:
             glance.spreads = look(examine, self.me.model, config, batch, draw, glance.tally).spreads
 
         try:
-            with watching():
+            with Watch(self.device):
                 once()  # the counts' places are made here, before they are recorded
         except Waits as why:
             self.tell("evaluation", str(why))
