@@ -100,7 +100,7 @@ def test_a_last_image_joins_the_batch_before_it() -> None:
 class Counting:
     """A contender that says what it was told, in a list that all of them share."""
 
-    threads = 1
+    threads = cold = 1
 
     def __init__(self, name: str, said: list[str], seconds: float = 0.1, fails: int | None = None) -> None:
         self.name, self.said, self.seconds, self.fails = name, said, seconds, fails
@@ -131,6 +131,19 @@ def test_contenders_take_turns_after_a_round_that_does_not_count() -> None:
     assert (a["train_per_second"], a["round_per_second"], a["round_ratio"]) == (2000, 1000, 1)
     assert (b["train_per_second"], b["round_per_second"], b["round_ratio"]) == (4000, 2000, 2)
     assert (a["largest_difference"], b["largest_difference"]) == (None, 0.5)
+
+
+def test_on_a_gpu_each_is_through_before_the_next_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedprism.bench.race.Memory", lambda device: Memory(CPU))  # the part that would ask the GPU
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    said: list[str] = []
+    two = Counting("a", said), Counting("b", said)
+    two[1].cold = 2
+    entries = [Entry(each.name, lambda each=each: each) for each in two]
+    found = race(entries, 100, torch.device("cuda"), Pace(rounds=2), lambda text: None)
+    assert said == ["a0", "a1", "a2", "a3", "a closed", "b0", "b1", "b2", "b3", "b4", "b closed"]
+    assert [len(each["seconds"]["round"]) for each in found.results] == [2, 2]
+    assert found.results[1]["largest_difference"] == 0.5
 
 
 def test_a_slow_one_sits_out_and_one_that_fails_is_left_out_and_closed() -> None:

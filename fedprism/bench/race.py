@@ -1,6 +1,8 @@
 """Contenders side by side: made and warmed up one after the other, then taking turns, round by round.
 
-Whatever else the machine does meets all of them. Figures are medians over rounds.
+Whatever else the machine does meets all of them. On a GPU, which nobody else uses, each is through before the next is
+made: many recordings at once make launching one slow, and a run has those of one engine. Figures are medians over
+rounds.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ class Contender(Protocol):
     """Something that can do the rounds of a workload."""
 
     threads: int  # that compute at the same time, of all its processes together
+    cold: int  # rounds until it is warm
 
     def one_round(self, round: int) -> Taken: ...
     def weights(self) -> Weights: ...  # empty: it has none that could be compared
@@ -117,7 +120,6 @@ def race(entries: Sequence[Entry], samples: int, device: torch.device, pace: Pac
         contender = contenders[entry.name] = entry.make()
         first = {} if reference else copied({n: t.cpu() for n, t in contender.weights().get("server", {}).items()})
         contender.one_round(0)
-        standing.warm_up = time.perf_counter() - begun
         standing.memory.made()
         weights = contender.weights()
         if reference and weights:
@@ -125,31 +127,37 @@ def race(entries: Sequence[Entry], samples: int, device: torch.device, pace: Pac
         elif weights:
             moved = _finite(largest_difference({"server": first}, weights))
             reference = weights
+        standing.warm_up = time.perf_counter() - begun
+        for turn in range(1, contender.cold):
+            contender.one_round(turn)
         standings[entry.name] = standing
 
     def one_round(name: str, turn: int) -> None:
         if not standings[name].through(pace):
-            standings[name].taken.append(contenders[name].one_round(turn))
+            standings[name].taken.append(contenders[name].one_round(contenders[name].cold + turn))
 
     def memory(name: str) -> None:
-        standing, last = standings[name], pace.rounds + 1
+        standing, last = standings[name], contenders[name].cold + pace.rounds
         standing.told = {"threads": contenders[name].threads, "facts": contenders[name].facts()}
         standing.told["peak_memory_bytes"] = standing.memory.most(
             lambda: contenders[name].one_round(last), lambda: contenders.pop(name).close()
         )
 
-    try:
-        for entry in entries:
+    def measure(some: Sequence[Entry]) -> None:
+        for entry in some:
             tell(f"{entry.name}, warming up")
             attempt(entry.name, partial(warm_up, entry))
-        reference = {}
-        for turn in range(1, pace.rounds + 1):
-            for name in list(standings):
-                tell(f"{name}, round {turn}")
+        for turn in range(pace.rounds):
+            for name in list(contenders):
+                tell(f"{name}, round {turn + 1}")
                 attempt(name, partial(one_round, name, turn))
-        for name in list(standings):
+        for name in list(contenders):
             tell(f"{name}, memory")
             attempt(name, partial(memory, name))
+
+    try:
+        for group in [[entry] for entry in entries] if device.type == "cuda" else [entries]:
+            measure(group)
     finally:
         for contender in contenders.values():
             contender.close()
@@ -244,6 +252,7 @@ class Engined:
         with numerics(config.run, device):
             self.loop = open_loop(config, federation, device)
         self.engine = self.loop.engine
+        self.cold = 2 if device.type == "cuda" else 1  # in its second round it finds out how many slots are best
         self.threads = config.run.threads * min(getattr(self.engine, "workers", 1), len(federation.clients))
         if device.type == "cuda":
             untimed = self.engine.train
@@ -284,6 +293,8 @@ class Engined:
 
 class ByHand:
     """The plain loop of `serial.py`."""
+
+    cold = 1
 
     def __init__(
         self, config: Config, federation: Federation, device: torch.device, threads: int | None = None

@@ -74,6 +74,8 @@ def share(results: Sequence[Mapping[str, Any]], names: tuple[str, ...]) -> float
 class Independent:
     """Processes that each train a share of the clients by the plain loop, on one thread, and exchange nothing."""
 
+    cold = 1
+
     def __init__(self, most: int | None, count: int) -> None:
         self.threads = count
         context = multiprocessing.get_context("spawn")
