@@ -546,10 +546,10 @@ def bench(
 ) -> None:
     """How fast is it here? Engines side by side with a plain serial loop that does the same work.
 
-    All contenders of a row take turns, round by round, after a first round that is not counted; figures are medians of
-    the whole round (download, train, upload, average, evaluate) and of the training part alone. A row that is there
-    already is skipped, so that the same command goes on where it was stopped. Writes a JSON file and a Markdown page
-    beside it, with date, versions, device and load.
+    All contenders of a row take turns, round by round (on a GPU one comes after the other), when they are warm; figures
+    are medians of the whole round (download, train, upload, average, evaluate) and of the training part alone. A row
+    that is there already is skipped, so that the same command goes on where it was stopped. Writes a JSON file and a
+    Markdown page beside it, with date, versions, device and load.
 
     \b
     Example:
