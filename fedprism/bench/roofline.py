@@ -230,12 +230,12 @@ def bound(found: Mapping[str, Any]) -> str:
     """What the largest share says."""
     shares = found["shares"]
     what = max(shares, key=lambda name: float(shares[name]))
-    words = {
-        "flops": "arithmetic: the rate of a large matrix product",
-        "bytes": "memory: the rate of a large copy",
-        "kernels": "starting kernels: the rate at which the device starts tiny ones",
+    name, rate = {
+        "flops": ("arithmetic", "a large matrix product"),
+        "bytes": ("memory", "a large copy"),
+        "kernels": ("starting kernels", "tiny ones that are started"),
     }[what]
-    largest = f"{100 * shares[what]:.0f} % of {words}"
+    reached = f"{100 * shares[what]:.0f} % of the rate of {rate}"
     if shares[what] >= 0.5:
-        return f"bound by {largest}"
-    return f"bound by none of these: the largest share is {largest}; the rest is waiting and small operations"
+        return f"bound by {name}: {reached}"
+    return f"bound by none of these: the largest share is {reached}; the rest is waiting and small operations"
