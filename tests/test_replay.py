@@ -118,6 +118,43 @@ def test_out_of_memory_halves_the_slots_and_goes_on(unequal: Federation, monkeyp
     assert all(same(one.states[client], two.states[client]) for client in unequal.names)
 
 
+@pytest.mark.parametrize("slots", [1, 3, "auto"])
+@pytest.mark.parametrize(("method", "optimizer"), [("fedpick", {"momentum": 0.9}), ("fed-co2", {"weight_decay": 0.01})])
+@pytest.mark.filterwarnings("ignore:out of GPU memory")
+def test_out_of_memory_at_any_recording_changes_no_bits(
+    method: str, optimizer: dict[str, Any], slots: Any, unequal: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory runs out when a slot is opened, or while the first, the second, ... stretch or batch is recorded."""
+    train = {**RAW["train"], "rounds": 2, "optimizer": {"lr": 1e-3, **optimizer}}
+    config = structure({**RAW, "train": train, "run": {"slots": slots}}, Config)
+    one, seen = trained(InProcess, METHODS[method](), config, unequal)
+    plain = CudaGraphs._open
+    for fails in (0, 1, 2, 3, 5):
+        made, opened = [0], [0]
+
+        def recorder(work: Any, fails: int = fails, made: list[int] = made) -> Any:
+            made[0] += 1
+            if made[0] == fails:
+                work()  # half-way: what it did is not to be seen
+                raise torch.OutOfMemoryError("no room")
+            return work
+
+        def opening(engine: CudaGraphs, fails: int = fails, opened: list[int] = opened) -> Any:
+            opened[0] += 1
+            if fails == 0 and opened[0] == 2:
+                raise torch.OutOfMemoryError("no room")
+            return plain(engine)
+
+        monkeypatch.setattr(CudaGraphs, "_open", opening)
+        for module in (cuda_graphs, replay):
+            monkeypatch.setattr(module, "again", recorder)
+        two, replayed = trained(CudaGraphs, METHODS[method](), config, unequal)
+        assert made[0] > fails
+        assert same(one.server, two.server), fails
+        assert all(same(one.states[client], two.states[client]) for client in unequal.names), fails
+        assert [replace(r, seconds={}) for r in seen.records] == [replace(r, seconds={}) for r in replayed.records]
+
+
 def test_one_client_that_does_not_fit_is_told(unequal: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*given: Any) -> Any:
         raise torch.OutOfMemoryError("no room")
