@@ -105,18 +105,19 @@ class Line(Generic[T]):
     clients: list[str]  # the first one is under way, if any is
     work: Turns[Launched[T]] | None = None
 
-    def turn(self, begin: Callable[[Slot, str], Turns[Launched[T]]]) -> list[tuple[str, Launched[T]]]:
-        """Launch a recording, or some that take no time to launch; what is through with that."""
+    def turn(self, begin: Callable[[Slot, str], Turns[Launched[T]]], seconds: float) -> list[tuple[str, Launched[T]]]:
+        """Launch a recording, and more while there is time; what is through with that."""
         try:
             if self.work is None:
                 self.work = begin(self.slot, self.clients[0])
                 next(self.work)  # up to what is launched
-            begun = time.perf_counter()
-            while time.perf_counter() < begun + TURN:
+            end = time.perf_counter() + seconds
+            next(self.work)
+            while time.perf_counter() < end:
                 next(self.work)
-        except StopIteration as end:
+        except StopIteration as through:
             self.work = None
-            return [(self.clients.pop(0), end.value)]
+            return [(self.clients.pop(0), through.value)]
         return []
 
 
@@ -222,12 +223,13 @@ class CudaGraphs:
         The queue of a stream is not long. A launch that finds it full waits, and all other slots with it.
         """
         lines: list[Line[T]] = [Line(slot, line) for slot, line in zip(self.slots, clients, strict=True) if line]
+        seconds = 0.0  # at first one recording each, so that all slots are under way soon
         while lines:
             for line in lines:
                 with self._on(line.slot):
-                    finished = line.turn(begin)
+                    finished = line.turn(begin, seconds)
                 yield from finished
-            lines = [line for line in lines if line.clients]
+            lines, seconds = [line for line in lines if line.clients], TURN
 
     def _largest_first(self, clients: Iterable[str]) -> list[str]:
         return sorted(clients, key=lambda name: -len(self.clients[name].train))
