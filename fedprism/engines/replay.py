@@ -85,7 +85,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in WAITING:
             raise Waits(f"it waits for the device: {WAITING[name]}")
         if func._schema.is_mutable:
-            written = args[0] if isinstance(args[0], list | tuple) else args[:1]
+            written = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
             if any(isinstance(each, Tensor) and each.device.type == self.host for each in written):
                 raise Waits("it changes a tensor on the host, such as the sum of a value there that is logged")
         made = func(*args, **(kwargs or {}))
