@@ -31,7 +31,7 @@ from fedprism.config import TrainConfig, setting
 from fedprism.errors import ConfigError, FedprismError
 from fedprism.federation import ClientData, Split
 from fedprism.methods import leaves
-from fedprism.methods.states import Net, Parts, State, Tensors, average, gumbel, load, squared_distance
+from fedprism.methods.states import Net, Parts, State, Tensors, average, copy_all, gumbel, load, squared_distance
 from fedprism.models import Arch
 
 Draw = Callable[..., Tensor]
@@ -192,9 +192,8 @@ class Me:
         old = self.scratch.get(name)
         if not isinstance(old, nn.Module):
             old = self.scratch[name] = copy.deepcopy(module).requires_grad_(False)
-        with torch.no_grad():
-            for leaf, tensor in old.state_dict().items():
-                tensor.copy_((state if state is not None else module.state_dict())[leaf])
+        own, given = leaves.tensors(old), leaves.tensors(module) if state is None else state
+        copy_all(list(own.values()), [given[leaf] for leaf in own])
         old.train(training)
 
     def __getitem__(self, name: str) -> Any:

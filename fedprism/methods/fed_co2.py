@@ -94,7 +94,7 @@ class FedCO2(Method):
                 me.freeze(teacher, getattr(me.model, teacher))
         own = me.model.offline.head
         for place, other in enumerate(_others(now)):
-            me.freeze(f"head {place}", own, {leaf: now.down[_of(other, leaf)] for leaf in own.state_dict()})
+            me.freeze(f"head {place}", own, {leaf: now.down[_of(other, leaf)] for leaf in leaves.tensors(own)})
 
     def passes(self, me: Me, now: Now) -> list[Pass]:
         first = PAIR if now.round > 0 or not self.skip_first else ()
@@ -128,7 +128,7 @@ class FedCO2(Method):
         return {**super().uploads(model, now), **(kinds if self.inter != "none" else {})}
 
     def upload(self, me: Me, now: Now) -> State:
-        head = me.model.offline.head.state_dict() if self.inter != "none" else {}
+        head = leaves.tensors(me.model.offline.head) if self.inter != "none" else {}
         return {**super().upload(me, now), **{_of(now.client, leaf): tensor for leaf, tensor in head.items()}}
 
     def examine(self, model: Net, x: Tensor, draw: Draw) -> Seen:

@@ -97,7 +97,7 @@ class FedCP(Method):
     def receive(self, me: Me, now: Now) -> None:
         model = me.model
         if "gh" not in self.without:
-            load(model.common, model.net.head.state_dict())  # of what does not travel (batch norm), the client's own
+            load(model.common, leaves.tensors(model.net.head))  # of what does not travel (batch norm), the client's own
         load(model, now.down)
         if "cpn" in self.without or self.blind or (self.first_vector == "random" and now.new):
             return
@@ -144,7 +144,7 @@ class FedCP(Method):
         return model.common(r * z) + model.net.head(s * z), s
 
     def upload(self, me: Me, now: Now) -> State:
-        sent, own = super().upload(me, now), me.model.net.head.state_dict()
+        sent, own = super().upload(me, now), leaves.tensors(me.model.net.head)
         heads = {name: own[name.removeprefix("common.")] for name in sent if name.startswith("common.")}
         return {**sent, **average([{name: sent[name] for name in heads}, heads], [0.5, 0.5])}  # Eq. 6
 
