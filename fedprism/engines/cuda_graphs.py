@@ -348,7 +348,7 @@ class CudaGraphs:
     def _probe(self, clients: Iterable[str]) -> int:
         """How many slots are fastest for these clients: the fewest that come within one percent of the best.
 
-        Recordings are replayed, and what is left idle when clients are dealt to so many slots is taken off.
+        Recordings are replayed. A slot whose clients are through leaves the GPU to the others.
         """
         plays = []
         for slot in self.slots:
@@ -360,9 +360,9 @@ class CudaGraphs:
         counts = sorted({count for turn in turns if (count := math.ceil(len(waiting) / turn)) <= len(plays)})
         if len(counts) < 2:
             return self.most
-        loads = {n: self._dealt(waiting, n)[0] for n in counts}
-        speeds = {n: self._speed(plays[:n]) * sum(load) / (n * max(load)) for n, load in loads.items()}
-        return next(n for n in counts if speeds[n] >= 0.99 * max(speeds.values()))
+        speeds = {n: self._speed(plays[:n]) for n in counts}
+        times = {n: duration(self._dealt(waiting, n)[0], speeds) for n in counts}
+        return next(n for n in counts if 0.99 * times[n] <= min(times.values()))
 
     def _speed(self, plays: list[tuple[Slot, tuple[int, Callable[[], None]]]]) -> float:
         """Steps a second of recordings that are replayed at once; what they do to the slots is forgotten."""
@@ -401,6 +401,22 @@ class CudaGraphs:
                     found = (each.count for each in seen.key_averages() if not each.key.startswith("cuda"))
                     counted[name] = sum(found) / steps
         return counted
+
+
+def duration(loads: Sequence[int], speeds: Mapping[int, float]) -> float:
+    """How long slots with so much to do take; `speeds`: what so many of them do together, given for some numbers.
+
+    >>> duration([4, 2], {1: 1.0, 2: 1.0}), duration([4, 2], {1: 1.0, 2: 2.0})
+    (6.0, 4.0)
+    """
+    known, seconds, done = sorted(speeds), 0.0, 0
+    for through, load in enumerate(sorted(loads)):
+        active = len(loads) - through  # which do equally much until the next one is through
+        below, above = max(n for n in known if n <= active), min(n for n in known if n >= active)
+        part = (active - below) / (above - below) if above > below else 0.0
+        seconds += active * (load - done) / (speeds[below] + part * (speeds[above] - speeds[below]))
+        done = load
+    return seconds
 
 
 def read_all(launched: Mapping[str, Launched[T]]) -> dict[str, T]:
