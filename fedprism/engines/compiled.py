@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import logging
+import os
 import sys
 import threading
 import time
@@ -38,7 +39,7 @@ from fedprism.methods.leaves import Place, places
 
 ENGINE = "cuda-graphs"  # whose steps are compiled
 LONG = 50  # rounds from which on compiling, which takes a minute or two, is chosen by `auto`
-SMALL = 8_000_000  # numbers of a convolution's unfolded input up to which it becomes a matrix product
+SMALL = 3_000_000  # numbers of a convolution's unfolded input up to which it becomes a matrix product
 BETAS, EPSILON = (0.9, 0.999), 1e-8  # torch.optim.Adam's
 
 STREAMS, CALLS, LONGEST = 8, 25, 2e-3  # on which, how often and for how many seconds a kernel is run to tune it
@@ -219,10 +220,21 @@ def inductor(graph: torch.fx.GraphModule, examples: Sequence[Tensor]) -> Functio
     """PyTorch's compiler, with every matrix product tuned."""
     from torch._inductor import compile as build
 
+    _one_assembler()
     with torch.no_grad(), quiet(), _tuned_under_load():
         function: Function = build(graph, list(examples), options=OPTIONS)
         function(*(example.clone() for example in examples))  # some kernels are tuned when they first run
     return function
+
+
+def _one_assembler() -> None:
+    """PyTorch's assembler here, too, as in the processes in which its compiler compiles.
+
+    By itself Triton takes its own here. What those processes compiled, it then compiles again, one kernel at a time.
+    """
+    torchs = Path(torch.__file__).parent / "bin" / "ptxas"
+    if torchs.is_file() and os.access(torchs, os.X_OK):
+        os.environ.setdefault("TRITON_PTXAS_PATH", str(torchs))
 
 
 def capture(graph: torch.cuda.CUDAGraph, work: Callable[[], Any], pool: Any) -> None:
@@ -422,9 +434,11 @@ def _conv2d(
     """A convolution as a matrix product; None where it is better left as it is."""
     if isinstance(padding, str) or groups != 1 or {*_pair(stride), *_pair(dilation)} != {1}:
         return None
+    if not weight.is_contiguous():  # channels last, which cuDNN takes as they are
+        return None
     (high, wide), kernel = _pair(padding), weight.shape[2:]
     rows, columns = x.shape[2] + 2 * high - kernel[0] + 1, x.shape[3] + 2 * wide - kernel[1] + 1
-    if len(x) * rows * columns * weight[0].numel() > SMALL:
+    if not weight.numel() <= len(x) * rows * columns * weight[0].numel() <= SMALL:
         return None
     bias = weight.new_zeros(len(weight)) if bias is None else bias
     if torch.is_autocast_enabled(x.device.type):  # as a convolution: its backward runs in the same precision
