@@ -10,11 +10,13 @@ import warnings
 import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from fedprism.config import Config, structure
 from fedprism.engines import compiled, cuda_graphs, replay
@@ -289,6 +291,40 @@ def test_a_compiler_is_quiet_and_other_threads_are_not(capsys: pytest.CaptureFix
     print("after", file=sys.stderr)
     assert capsys.readouterr().err == "progress\nafter\n"
     assert words.isEnabledFor(logging.ERROR)
+
+
+def test_which_convolutions_become_products() -> None:
+    x, weight = torch.randn(2, 4, 8, 8), torch.randn(6, 4, 3, 3)
+    product = compiled._conv2d(x, weight, padding=1)
+    assert product is not None
+    assert torch.allclose(product, functional.conv2d(x, weight, padding=1), atol=1e-5)
+    last = weight.contiguous(memory_format=torch.channels_last)
+    wide = torch.randn(200, 4, 3, 3)  # more numbers than the unfolded input has
+    for x_, weight_, more in (
+        (x, last, {}),
+        (x, wide, {}),
+        (x, weight, {"stride": 2}),
+        (x, weight, {"padding": "same"}),
+    ):
+        assert compiled._conv2d(x_, weight_, **more) is None, more
+    large = torch.empty(1, device="meta").expand(2000, 4, 100, 100)
+    assert compiled._conv2d(large, weight.to("meta")) is None
+
+
+def test_kernels_are_assembled_by_one_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what PyTorch's compiler compiles in other processes would be compiled again in this one."""
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(compiled.os, "environ", found := dict[str, str]())
+    compiled._one_assembler()
+    assert found == {}  # this PyTorch brings none
+    program = tmp_path / "bin" / "ptxas"
+    program.parent.mkdir()
+    program.touch(0o755)
+    compiled._one_assembler()
+    assert found == {"TRITON_PTXAS_PATH": str(program)}
+    found["TRITON_PTXAS_PATH"] = "of the user"
+    compiled._one_assembler()
+    assert found == {"TRITON_PTXAS_PATH": "of the user"}
 
 
 def test_pinned_memory_is_taken_in_chunks_and_used_again() -> None:

@@ -220,13 +220,15 @@ def _enter(me: Me, job: Job, state: State | None, down: State) -> Now:
     """Load the client's state into the slot and let the method receive what was sent."""
     client, info = job.data.name, job.info
     me.clear_logs()
-    new = state is None
-    load(me.model, state or job.method.build(info.arch_of(client), client, info, info.seed).state_dict())
-    given = {"data": job.data.to(job.device), "public": job.public, "new": new, "device": job.device}
+    given = {"data": job.data.to(job.device), "public": job.public, "new": state is None, "device": job.device}
     now = make_now(job.method, job.config, info, me.model, job.round, client, **given)
     with torch.no_grad():
         sent = {name: tensor.to(job.device) for name, tensor in down.items()}
         now = replace(now, down=job.method.decode(sent, now))
+        replaced = now.down if type(job.method).receive is Method.receive else {}  # at once, so what is there goes
+        if any(name not in replaced for name in everything(me.model)):
+            state = state or job.method.build(info.arch_of(client), client, info, info.seed).state_dict()
+            load(me.model, {name: tensor for name, tensor in state.items() if name not in replaced})
         job.method.receive(me, now)
     return now
 

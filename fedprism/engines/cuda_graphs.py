@@ -51,6 +51,7 @@ NAME = ENGINE
 
 MOST_SLOTS = 24  # more gave nothing on the GPU that was measured
 TURN = 3e-4  # seconds for which a slot launches recordings before the next one has its turn
+AHEAD = 4  # recordings that it launches in its first turn: they keep it busy until all others have begun, too
 SHARE = 0.4  # of the memory that is free at the start: for clients' data; and as much again for their states
 
 
@@ -105,14 +106,17 @@ class Line(Generic[T]):
     clients: list[str]  # the first one is under way, if any is
     work: Turns[Launched[T]] | None = None
 
-    def turn(self, begin: Callable[[Slot, str], Turns[Launched[T]]], seconds: float) -> list[tuple[str, Launched[T]]]:
-        """Launch a recording, and more while there is time; what is through with that."""
+    def turn(
+        self, begin: Callable[[Slot, str], Turns[Launched[T]]], least: int, seconds: float
+    ) -> list[tuple[str, Launched[T]]]:
+        """Launch so many recordings, and more while there is time; what is through with that."""
         try:
             if self.work is None:
                 self.work = begin(self.slot, self.clients[0])
                 next(self.work)  # up to what is launched
             end = time.perf_counter() + seconds
-            next(self.work)
+            for _ in range(least):
+                next(self.work)
             while time.perf_counter() < end:
                 next(self.work)
         except StopIteration as through:
@@ -223,13 +227,13 @@ class CudaGraphs:
         The queue of a stream is not long. A launch that finds it full waits, and all other slots with it.
         """
         lines: list[Line[T]] = [Line(slot, line) for slot, line in zip(self.slots, clients, strict=True) if line]
-        seconds = 0.0  # at first one recording each, so that all slots are under way soon
+        least, seconds = AHEAD, 0.0  # at first only a few each, so that all slots are under way soon
         while lines:
             for line in lines:
                 with self._on(line.slot):
-                    finished = line.turn(begin, seconds)
+                    finished = line.turn(begin, least, seconds)
                 yield from finished
-            lines, seconds = [line for line in lines if line.clients], TURN
+            lines, least, seconds = [line for line in lines if line.clients], 1, TURN
 
     def _largest_first(self, clients: Iterable[str]) -> list[str]:
         return sorted(clients, key=lambda name: -len(self.clients[name].train))

@@ -455,6 +455,8 @@ def _there(recorded: Addresses, now: Addresses) -> bool:
 
     But a dict in scratch must hold what it held: a loss goes over all of it.
     """
+    if recorded == now:
+        return True
     groups = {group for group, _ in recorded if group not in ("model", "scratch", "shelf")}
     same = all(now.get(name) == address for name, address in recorded.items())
     return same and all(name in recorded for name in now if name[0] in groups)

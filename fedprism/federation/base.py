@@ -104,6 +104,8 @@ class ClientData:
 
     def to(self, device: str | torch.device) -> ClientData:
         train, validation, test = (self.split(part).to(device) for part in PARTS)
+        if train is self.train and validation is self.validation and test is self.test:
+            return self
         return ClientData(self.name, self.domain, train, validation, test, self.classes)
 
     def split(self, name: str) -> Split:

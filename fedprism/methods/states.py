@@ -48,9 +48,10 @@ def load(model: Net, state: Mapping[str, Tensor]) -> None:
 @torch.no_grad()
 def copy_all(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """Copy tensors, those of a type at once: on a GPU one kernel instead of one each."""
-    for dtype in {tensor.dtype for tensor in into}:
-        places = [place for place, tensor in enumerate(into) if tensor.dtype == dtype]
-        torch._foreach_copy_([into[i] for i in places], [tensors[i].detach() for i in places], non_blocking=True)
+    types = [tensor.dtype for tensor in into]
+    for dtype in set(types):
+        places = [place for place, own in enumerate(types) if own == dtype]
+        torch._foreach_copy_([into[i] for i in places], [tensors[i] for i in places], non_blocking=True)
 
 
 def squared_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
