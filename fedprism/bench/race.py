@@ -26,6 +26,7 @@ from fedprism.bench.serial import SERIAL, Serial, Taken, copied, defaults
 from fedprism.config import Config
 from fedprism.engines.choose import make_engine
 from fedprism.engines.client import make_info
+from fedprism.engines.cuda_graphs import CudaGraphs
 from fedprism.engines.loop import Loop, make_loop
 from fedprism.engines.numerics import choose_precision, numerics
 from fedprism.errors import FedprismError
@@ -252,7 +253,7 @@ class Engined:
         with numerics(config.run, device):
             self.loop = open_loop(config, federation, device)
         self.engine = self.loop.engine
-        self.cold = 2 if device.type == "cuda" else 1  # in its second round it finds out how many slots are best
+        self.cold = 2 if isinstance(self.engine, CudaGraphs) else 1  # in the second it finds its slots
         self.threads = config.run.threads * min(getattr(self.engine, "workers", 1), len(federation.clients))
         if device.type == "cuda":
             untimed = self.engine.train
