@@ -225,7 +225,7 @@ def _enter(me: Me, job: Job, state: State | None, down: State) -> Now:
     with torch.no_grad():
         sent = {name: tensor.to(job.device) for name, tensor in down.items()}
         now = replace(now, down=job.method.decode(sent, now))
-        replaced = now.down if type(job.method).receive is Method.receive else {}  # at once, so what is there goes
+        replaced = now.down if type(job.method).receive is Method.receive else {}  # it loads these, whatever is there
         if any(name not in replaced for name in everything(me.model)):
             state = state or job.method.build(info.arch_of(client), client, info, info.seed).state_dict()
             load(me.model, {name: tensor for name, tensor in state.items() if name not in replaced})
