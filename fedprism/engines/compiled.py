@@ -38,7 +38,7 @@ from fedprism.methods.base import Draw, Me
 from fedprism.methods.leaves import Place, places
 
 ENGINE = "cuda-graphs"  # whose steps are compiled
-LONG = 50  # rounds from which on compiling, which takes up to a minute or two, is chosen by `auto`
+LONG = 50  # rounds from which on compiling, which takes half a minute or more, is chosen by `auto`
 SMALL = 3_000_000  # numbers of a convolution's unfolded input up to which it becomes a matrix product
 BETAS, EPSILON = (0.9, 0.999), 1e-8  # torch.optim.Adam's
 
