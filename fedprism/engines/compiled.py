@@ -448,7 +448,11 @@ def _conv2d(
 
 
 class Product(torch.autograd.Function):
-    """Unfold, multiply; and back without a scatter."""
+    """Unfold, multiply; and back without a scatter.
+
+    Channels stand last, as a product's result has them: neighbours in memory are then read together, which in windows
+    of the input and in their gradient makes the difference.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, padding: tuple[int, int]) -> Tensor:
@@ -456,10 +460,10 @@ class Product(torch.autograd.Function):
         padded = functional.pad(x, (padding[1], padding[1], padding[0], padding[0])) if any(padding) else x
         windows = padded.unfold(2, high, 1).unfold(3, wide, 1)  # [batch, channels, rows, columns, high, wide]
         n, c, rows, columns = windows.shape[:4]
-        unfolded = windows.permute(0, 2, 3, 1, 4, 5).reshape(n * rows * columns, c * high * wide)
+        unfolded = windows.permute(0, 2, 3, 4, 5, 1).reshape(n * rows * columns, high * wide * c)
         ctx.save_for_backward(unfolded, weight)
         ctx.padding, ctx.shape = padding, x.shape
-        product = torch.addmm(bias, unfolded, weight.reshape(out, -1).T)
+        product = torch.addmm(bias, unfolded, _matrix(weight).T)
         return product.view(n, rows, columns, out).permute(0, 3, 1, 2)
 
     @staticmethod
@@ -468,12 +472,14 @@ class Product(torch.autograd.Function):
         out, c, high, wide = weight.shape
         n, _, rows, columns = grads[0].shape
         grad = grads[0].permute(0, 2, 3, 1).reshape(n * rows * columns, out)
-        of_weight = (grad.T @ unfolded).view_as(weight) if ctx.needs_input_grad[1] else None
-        of_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
-        of_x = None
+        of_weight = of_bias = of_x = None
+        if ctx.needs_input_grad[1]:
+            of_weight = (grad.T @ unfolded).view(out, high, wide, c).permute(0, 3, 1, 2)
+        if ctx.needs_input_grad[2]:
+            of_bias = grad.sum(0)
         if ctx.needs_input_grad[0]:
             # Each pixel takes part in high x wide windows: the sum over them, each shifted to its place.
-            parts = (grad @ weight.reshape(out, -1)).view(n, rows, columns, c, high, wide).permute(4, 5, 0, 3, 1, 2)
+            parts = (grad @ _matrix(weight)).view(n, rows, columns, high, wide, c).permute(3, 4, 0, 5, 1, 2)
             shifted = [
                 functional.pad(parts[i, j], (j, wide - 1 - j, i, high - 1 - i))
                 for i in range(high)
@@ -483,6 +489,11 @@ class Product(torch.autograd.Function):
             (top, left), (_, _, height, width) = ctx.padding, ctx.shape
             of_x = of_x[:, :, top : top + height, left : left + width]
         return of_x, of_weight, of_bias, None
+
+
+def _matrix(weight: Tensor) -> Tensor:
+    """A convolution's weights as rows, one a channel that comes out."""
+    return weight.permute(0, 2, 3, 1).reshape(len(weight), -1)
 
 
 def _pair(value: Any) -> tuple[int, int]:

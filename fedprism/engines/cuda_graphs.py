@@ -51,7 +51,7 @@ NAME = ENGINE
 
 MOST_SLOTS = 24  # more gave nothing on the GPU that was measured
 TURN = 3e-4  # seconds for which a slot launches recordings before the next one has its turn
-AHEAD = 4  # recordings that it launches in its first turn, to be busy until all others have begun; not measured yet
+AHEAD = 8  # recordings that it launches in its first turn, to be busy until all others have begun
 SHARE = 0.4  # of the memory that is free at the start: for clients' data; and as much again for their states
 
 
