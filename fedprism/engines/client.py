@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -155,7 +155,7 @@ def make_now(
     if odd:
         raise ConfigError(f"{method.id}.shared names {', '.join(sorted(odd)[:3])}, which the model does not have.")
     names = tuple(name for name in have if name in wanted)
-    return replace(now, shared=travelling(model, names, bn_policy(method, config)))
+    return now.but(shared=travelling(model, names, bn_policy(method, config)))
 
 
 def chosen(configured: str, of_method: str) -> str:
@@ -224,7 +224,7 @@ def _enter(me: Me, job: Job, state: State | None, down: State) -> Now:
     now = make_now(job.method, job.config, info, me.model, job.round, client, **given)
     with torch.no_grad():
         sent = {name: tensor.to(job.device) for name, tensor in down.items()}
-        now = replace(now, down=job.method.decode(sent, now))
+        now = now.but(down=job.method.decode(sent, now))
         replaced = now.down if type(job.method).receive is Method.receive else {}  # it loads these, whatever is there
         if any(name not in replaced for name in everything(me.model)):
             state = state or job.method.build(info.arch_of(client), client, info, info.seed).state_dict()

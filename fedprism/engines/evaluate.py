@@ -46,13 +46,15 @@ class Figures:
         self.count = 0
 
     def add(self, values: Tensor) -> slice:
-        """Note some values, which nobody changes before `tensor`; where they will be found among all of them."""
+        """Note some values, which nobody changes any more; where they will be found among all of them."""
         self.parts.append(values.detach().flatten())
         self.count += values.numel()
         return slice(self.count - values.numel(), self.count)
 
     def tensor(self) -> Tensor:
-        """All of them, a copy."""
+        """All of them."""
+        if len(self.parts) == 1:
+            return self.parts[0].double()
         return torch.cat(self.parts).double() if self.parts else torch.empty(0, dtype=torch.float64)
 
 

@@ -189,7 +189,7 @@ class Loop:
     def now(self, round: int) -> Now:
         """The server's `now`."""
         now = make_now(self.method, self.config, self.info, self.models[self.info.arch], round)
-        return replace(now, device=self.device)
+        return now.but(device=self.device)
 
     def plan(self, first: int) -> Plan:
         """What callbacks are told at the start."""
@@ -230,7 +230,7 @@ class Loop:
         return Request(self.states[client], self._sent(client, now))
 
     def _sent(self, client: str, now: Now) -> State:
-        now = replace(now, client=client)
+        now = now.but(client=client)
         return self.method.encode(self.method.send(self.server, client, now), now)
 
     def _accept(self, results: Mapping[str, Result], now: Now) -> dict[str, Result | Failure]:
@@ -240,7 +240,7 @@ class Loop:
             model = self.models[self.info.archs[client]]
             here = make_now(self.method, self.config, self.info, model, now.round, client)
             declared[client] = self.method.uploads(model, here)
-            uploads[client] = self.method.decode(result.upload, replace(now, client=client))
+            uploads[client] = self.method.decode(result.upload, now.but(client=client))
         # Of an upload that is what the client's own check saw, only the kinds are checked again.
         checked = {c for c, result in results.items() if result.checked is uploads[c]}
         refused = check_uploads(uploads, declared, self.server, checked)

@@ -38,7 +38,7 @@ def run_pass(me: Me, each: Pass, now: Now, config: Config) -> Generator[None, No
             each.start(me, now)
     train = each.trains is None or len(each.trains) > 0
     steps = (yield from _fit(me, each, now, config)) if train else _sweep(me, each, now, config)
-    now = replace(now, steps={**now.steps, each.name: now.steps.get(each.name, 0) + steps})
+    now = now.but(steps={**now.steps, each.name: now.steps.get(each.name, 0) + steps})
     with torch.no_grad():
         if each.end is not None:
             each.end(me, now)

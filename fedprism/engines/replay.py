@@ -113,6 +113,7 @@ class Trainer:
     places: Addresses  # of all that its recordings may read
     trained: list[nn.Parameter]
     optimizer: torch.optim.Optimizer
+    rate: float  # the optimiser's
     order: Tensor  # int64: how many rows of the epoch are through, then the epoch's rows on the shelf
     stretches: dict[tuple[int, int], Stretch] = field(default_factory=dict)  # (steps, batch)
 
@@ -128,11 +129,13 @@ class Trainer:
 
     def reset(self, rate: float) -> None:
         """As a fresh optimiser: its state at zero."""
-        for group in self.optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+        if rate != self.rate:
+            for group in self.optimizer.param_groups:
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
+            self.rate = rate
         held = self.state()
         if held:
             torch._foreach_zero_(held)
@@ -202,7 +205,7 @@ class Replay:
         for number, epoch in enumerate(epochs):
             noises, begin = work.noises(number), 0
             self._send(trainer.order, epoch.order, split.begin)
-            for step, count, size in stretches(epoch.sizes, self._most(work, epoch.sizes)):
+            for step, count, size in stretches(tuple(epoch.sizes), self._most(work, epoch.sizes)):
                 stretch = trainer.stretches.get((count, size))
                 if stretch is None and len(trainer.stretches) < RARE:
                     try:
@@ -269,7 +272,7 @@ class Replay:
             trained = work.prepare()
             optimizer = make_optimizer(work.settings, trained, work.rate)
             order = torch.zeros(1 + max(len(split), split.shelf.longest), dtype=torch.int64, device=self.device)
-            trainer = self.trainers[key] = Trainer(work.each.name, places, trained, optimizer, order)
+            trainer = self.trainers[key] = Trainer(work.each.name, places, trained, optimizer, work.rate, order)
         return trainer
 
     def _record(self, work: Work, trainer: Trainer, change: Any, shelf: Shelf, shape: tuple[int, int]) -> Stretch:
@@ -477,20 +480,22 @@ class _Placed:
         return draw
 
 
-def stretches(sizes: list[int], most: int) -> Iterator[tuple[int, int, int]]:
+@functools.lru_cache(maxsize=64)
+def stretches(sizes: tuple[int, ...], most: int) -> list[tuple[int, int, int]]:
     """Batches of an epoch in stretches of equal ones: first step, steps (a power of two), batch.
 
-    >>> list(stretches([4] * 11 + [3], 8))
+    >>> stretches((4,) * 11 + (3,), 8)
     [(0, 8, 4), (8, 2, 4), (10, 1, 4), (11, 1, 3)]
     """
-    step = 0
+    step, found = 0, []
     for size, same in [(size, len(list(group))) for size, group in itertools.groupby(sizes)]:
         left = same
         while left:
             # A power of two that divides the first step: then the noise of a stretch lies in one block.
             count = min(most, 1 << (left.bit_length() - 1), step & -step or most)
-            yield step, count, size
+            found.append((step, count, size))
             step, left = step + count, left - count
+    return found
 
 
 def _of_pass(work: Work) -> Hashable:

@@ -87,6 +87,12 @@ class Now:
     device: torch.device = torch.device("cpu")
     logs: dict[str, dict[str, float]] = field(default_factory=dict)  # of the server: client -> name -> value
 
+    def but(self, **changes: Any) -> Now:
+        """With some fields changed: `dataclasses.replace` in a quarter of the time, which many clients make felt."""
+        other = object.__new__(Now)
+        other.__dict__.update(self.__dict__, **changes)
+        return other
+
     def rng(self, *purpose: int | str) -> torch.Generator:
         """A generator of this seed, round, client and purpose."""
         return keys.generator(self.info.seed, *purpose, self.round, self.client or "server", device=self.device)
