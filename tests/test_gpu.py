@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from fedprism import api, keys
+from fedprism.bench.race import Engined, largest_difference
+from fedprism.bench.workloads import WORKLOADS, configure, make_clients
 from fedprism.config import Config, structure
 from fedprism.engines import cuda_graphs
 from fedprism.engines.client import not_finite
@@ -219,3 +221,32 @@ def test_subspaces_of_cpu_and_gpu_are_the_same(delta: str) -> None:
         here.turn(d)
         there.turn(d.cuda())
     assert overlap(here["basis"].double(), there["basis"].cpu().double()).item() == pytest.approx(3, abs=1e-5)
+
+
+def test_kernels_are_counted_as_a_profiler_sees_them() -> None:
+    """And what is trained after the count is what is trained without one."""
+    device, workload = torch.device("cuda", 0), WORKLOADS["cnn4-n20-b10"]
+    federation = make_clients(workload, 80)
+    pair = [
+        Engined(configure(workload, "fedcp", device, {"engine": "cuda-graphs", "slots": 2}), federation, device)
+        for _ in range(2)
+    ]
+    try:
+        for each in pair:
+            each.one_round(0)
+        told = pair[0].facts()["kernels_per_step"]
+        for each in pair:
+            each.one_round(1)
+        assert largest_difference(pair[0].weights(), pair[1].weights()) == 0
+        slot = pair[0].engine.slots[0]  # type: ignore[attr-defined]
+        (me,) = slot.here.values()
+        (steps, play) = me.replay.longest()["train"]
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            with torch.cuda.stream(slot.stream):
+                play()
+            torch.cuda.synchronize()
+        found = sum(event.count for event in seen.key_averages() if not event.key.startswith("cuda"))
+        assert told == {"train": found / steps}
+    finally:
+        for each in pair:
+            each.close()

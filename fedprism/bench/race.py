@@ -285,7 +285,8 @@ class Engined:
     def facts(self) -> dict[str, Any]:
         """What the engine tells of itself, where it does."""
         told = getattr(self.engine, "facts", None)
-        return dict(json.loads(json.dumps(told(), default=str))) if callable(told) else {}
+        with numerics(self.config.run, self.device):
+            return dict(json.loads(json.dumps(told(), default=str))) if callable(told) else {}
 
     def close(self) -> None:
         self.engine.close()

@@ -20,6 +20,7 @@ from fedprism.bench.machine import wait
 from fedprism.bench.progress import Rows
 from fedprism.bench.results import Results
 from fedprism.bench.workloads import WORKLOADS, Workload, chosen, configure
+from fedprism.engines.compiled import launches
 from fedprism.engines.numerics import numerics
 from fedprism.models import architectures
 
@@ -63,7 +64,7 @@ def make_step(workload: Workload, device: torch.device, batch: int) -> Callable[
 
 
 def count(step: Callable[[], None], device: torch.device) -> dict[str, Any]:
-    """FLOPs, bytes and operations of a step; on a GPU also its kernels, as the profiler sees them."""
+    """FLOPs, bytes and operations of a step; on a GPU also its kernels."""
     step()  # a first step allocates
     flops, traffic = FlopCounterMode(display=False), Traffic()
     with flops:
@@ -79,16 +80,13 @@ def count(step: Callable[[], None], device: torch.device) -> dict[str, Any]:
     }
 
 
-def count_kernels(step: Callable[[], None]) -> int:
+def count_kernels(step: Callable[[], None]) -> int | None:
     """Kernels and copies that the device is told to run in one step."""
-    from torch.autograd.profiler_util import DeviceType  # type: ignore[attr-defined]
-    from torch.profiler import ProfilerActivity, profile
-
+    stream: Any = torch.cuda.Stream
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    with torch.cuda.stream(stream()):
         step()
-        torch.cuda.synchronize()
-    return sum(event.device_type == DeviceType.CUDA for event in seen.events())
+        return launches(step)
 
 
 # --- what the device can do ------------------------------------------------------------------------------------------
@@ -208,7 +206,7 @@ def engine_shares(
     steps = row["steps"] / statistics.median(each["seconds"]["train"])
     told = each["facts"].get("kernels_per_step")
     if isinstance(told, Mapping):  # one a pass; every pass goes over the same batches
-        told = sum(told.values())
+        told = sum(told.values()) or None
     kernels = counts["kernels"] if told is None else told
     shares = {
         "flops": steps * counts["flops"] / limits["flops"],

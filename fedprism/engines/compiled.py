@@ -10,6 +10,7 @@ What it computes equals the plain step to rounding, not bit by bit.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib.util
 import logging
@@ -43,6 +44,9 @@ SMALL = 3_000_000  # numbers of a convolution's unfolded input up to which it be
 BETAS, EPSILON = (0.9, 0.999), 1e-8  # torch.optim.Adam's
 
 STREAMS, CALLS, LONGEST = 8, 25, 2e-3  # on which, how often and for how many seconds a kernel is run to tune it
+
+DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+LAUNCHES = (0, 1, 2)  # the driver's numbers for a graph's kernels, copies and fills
 
 OPTIONS: dict[str, Any] = {
     "max_autotune": True,
@@ -258,6 +262,29 @@ def capture(graph: torch.cuda.CUDAGraph, work: Callable[[], Any], pool: Any) -> 
     finally:
         if collecting:
             gc.enable()
+
+
+def launches(work: Callable[[], Any], pool: Any = None) -> int | None:
+    """Kernels, copies and fills that some work launches on the current stream, which must not be the default one.
+
+    They are counted in a recording of it; None before PyTorch 2.8, which cannot be asked for one. A profiler would see
+    them, too, but makes all that the process launches after it slower.
+    """
+    try:
+        graph: Any = torch.cuda.CUDAGraph(keep_graph=True)
+    except TypeError:
+        return None
+    capture(graph, work, pool)
+    driver, recorded, count = ctypes.CDLL(DRIVER), ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t()
+    if failed := driver.cuGraphGetNodes(recorded, None, ctypes.byref(count)):
+        raise RuntimeError(f"CUDA does not tell the nodes of a graph: error {failed}.")
+    nodes, kind = (ctypes.c_void_p * count.value)(), ctypes.c_int()
+    driver.cuGraphGetNodes(recorded, nodes, ctypes.byref(count))
+    found = 0
+    for node in nodes:
+        driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind))
+        found += kind.value in LAUNCHES
+    return found
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from fedprism.engines.client import (
     launch_round,
     open_slot,
 )
-from fedprism.engines.compiled import ENGINE, Compiler, capture
+from fedprism.engines.compiled import ENGINE, Compiler, capture, launches
 from fedprism.engines.evaluate import Launched, Turns, ends
 from fedprism.engines.inprocess import ENGINES, Request
 from fedprism.engines.replay import Recorder, Replay, again
@@ -387,24 +387,18 @@ class CudaGraphs:
 
     def facts(self) -> dict[str, Any]:
         """How it ran, for those who measure."""
-        kernels = self._kernels() if self.cuda else {}
-        captured = dict.fromkeys(kernels, True) | self.reasons
-        return {"slots": len(self.slots), "captured": captured, "kernels_per_step": kernels, **self.seconds}
-
-    def _kernels(self) -> dict[str, float]:
-        """Kernels a step of each recorded pass, counted while its recording is replayed."""
-        counted: dict[str, float] = {}
-        for slot in self.slots[:1]:
+        captured: dict[str, bool | str] = {}
+        kernels: dict[str, float] = {}
+        for slot in self.slots[:1] if self.cuda else ():
             for me in slot.here.values():
                 for name, (steps, play) in me.replay.longest().items():
-                    self._wait()
-                    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-                        with self._on(slot):
-                            play()
-                        self._wait()
-                    found = (each.count for each in seen.key_averages() if not each.key.startswith("cuda"))
-                    counted[name] = sum(found) / steps
-        return counted
+                    with self._on(slot):
+                        count = launches(play.of, play.graph.pool())  # of the recording, made once more
+                    captured[name] = True
+                    kernels |= {} if count is None else {name: count / steps}
+                me.model.zero_grad(set_to_none=True)
+        facts = {"slots": len(self.slots), "captured": captured | self.reasons, "kernels_per_step": kernels}
+        return {**facts, **self.seconds}
 
 
 def duration(loads: Sequence[int], speeds: Mapping[int, float]) -> float:
