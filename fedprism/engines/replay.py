@@ -35,7 +35,7 @@ from fedprism.methods.base import Draw, Me
 
 STEPS = 8  # of one recording, at most; a divisor of BLOCK
 REPEATS = 6  # launches of the longest recording of an epoch, at least, where models are small
-ROOM = 2**26  # bytes of images that one recording reads, at most
+ROOM = 2**27  # bytes of images that one recording reads, at most
 LARGE = 5_000_000  # parameters of a model whose steps are long enough to be launched a few at a time
 RARE = 24  # recordings of one pass in one slot; what comes after runs step by step
 PASSES = 64  # kinds of passes that a slot records, and how often one of them anew because what it reads has moved
