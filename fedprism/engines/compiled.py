@@ -268,7 +268,7 @@ def launches(work: Callable[[], Any], pool: Any = None) -> int | None:
     """Kernels, copies and fills that some work launches on the current stream, which must not be the default one.
 
     They are counted in a recording of it; None before PyTorch 2.8, which cannot be asked for one. A profiler would see
-    them, too, but makes all that the process launches after it slower.
+    them, too, but is known to make what the process launches after it slower.
     """
     try:
         graph: Any = torch.cuda.CUDAGraph(keep_graph=True)
