@@ -92,6 +92,22 @@ def test_a_traced_step_computes_the_same_to_rounding(
             assert torch.allclose(tensor, other[name], rtol=1e-9, atol=1e-9), name
 
 
+def test_the_compiler_gets_no_sum_of_two_products(unequal: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FediOS scores a batch three times with one head; of products over a small batch it could not make such a sum."""
+    graphs: list[torch.fx.GraphModule] = []
+    monkeypatch.setattr(compiled, "inductor", lambda graph, examples: graphs.append(graph) or graph)
+    config = structure({**RAW, "train": {**RAW["train"], "rounds": 1}, "run": {"slots": 1}}, Config)
+    trained(CudaGraphs, METHODS["fedios"](), replace(config, run=replace(config.run, compile=True)), unequal)
+    (graph,) = graphs
+    from_products = [
+        node
+        for node in graph.graph.nodes
+        if node.target is torch.ops.aten.addmm.default and node.args[0].target is torch.ops.aten.mm.default
+    ]
+    assert len(from_products) == 1
+    assert from_products[0].meta["val"].shape == from_products[0].args[0].meta["val"].shape
+
+
 def test_a_probe_between_rounds_changes_nothing(unequal: Federation) -> None:
     """Slots are counted after the first round by replaying their recordings."""
     config = structure(RAW, Config)

@@ -156,6 +156,7 @@ def trace(
 
     # What is not among the inputs is the same for every client: a matrix that an adapter holds.
     traced = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
+    _one_product_at_a_time(traced)
     return traced, changed, logged
 
 
@@ -218,6 +219,28 @@ def _without_unused(graph: torch.fx.GraphModule, count: int) -> set[int]:
     graph.recompile()
     left = set(graph.graph.nodes)
     return {place for place, node in enumerate(inputs) if node in left}
+
+
+def _one_product_at_a_time(graph: torch.fx.GraphModule) -> None:
+    """The sum of two matrix products becomes a product that is added to the other.
+
+    The compiler has a kernel of its own for such a sum, but not where the products are over less than 17 numbers: the
+    gradient of a head that scores a small batch twice could not be compiled.
+    """
+    for node in graph.graph.nodes:
+        if node.target is torch.ops.aten.add.Tensor and len(node.args) == 2 and not node.kwargs:
+            one, two = (_untransposed(each) for each in node.args)
+            if one is not None and two is not None and one.meta["val"].shape == two.meta["val"].shape:
+                node.target, node.args = torch.ops.aten.addmm.default, (one, *two.args)
+    graph.recompile()
+
+
+def _untransposed(node: Any) -> torch.fx.Node | None:
+    """The product that a node is, or is but for being transposed twice."""
+    transposed = torch.ops.aten.t.default
+    while getattr(node, "target", None) is transposed and getattr(node.args[0], "target", None) is transposed:
+        node = node.args[0].args[0]
+    return node if getattr(node, "target", None) is torch.ops.aten.mm.default else None
 
 
 def inductor(graph: torch.fx.GraphModule, examples: Sequence[Tensor]) -> Function:
