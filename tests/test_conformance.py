@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib import import_module
 from itertools import combinations
 from typing import Any
 
@@ -47,7 +48,6 @@ from fedprism.methods.base import Kind, Me, Method, Now, Pass, State, Upload, lo
 from fedprism.records.checkpoint import deserialise, serialise
 from tests.helpers import CPU, Collect, cut, loop_for, same
 
-QUICK: dict[str, dict[str, Any]] = {"lg-fedavg": {"warmup": 2}}  # where four rounds of the defaults would not show all
 EVERY = list(METHODS)
 ROUNDS = 4
 ALL_MOMENTS = list(MOMENTS)
@@ -59,7 +59,8 @@ every_method = pytest.mark.parametrize("name", EVERY)
 
 
 def method_of(name: str) -> Method:
-    return structure(QUICK.get(name, {}), METHODS[name], "method")
+    reference = import_module(f"tests.reference.{name.replace('-', '_')}")
+    return structure(getattr(reference, "QUICK", {}), METHODS[name], "method")
 
 
 def config_of(**sections: Any) -> Config:

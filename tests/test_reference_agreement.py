@@ -36,39 +36,6 @@ from tests.reference.common import Setup
 
 CLOSE = 1e-9  # absolute and relative
 FAR = 1e-3
-HYPER: dict[str, dict[str, Any]] = {
-    "fedprox": {"mu": 0.5},
-    "fedrep": {"head_epochs": 2, "body_epochs": 1},
-    "lg-fedavg": {"warmup": 1},
-    "ditto": {"lam": 0.7},
-    "fedproto": {"lam": 2.0},
-    "fedrod": {"gamma": 1.0},
-    "fedcp": {"lam": 2.0},
-    "fed-co2": {"mu": 0.7},
-    "fedpick": {"tau": 2.0, "lam_lce": 1.5, "lam_ent": 0.1, "lam_dis": 0.8},
-    "fedios": {"alpha": 0.4, "lam": 0.3, "re_on": "raw"},
-    "fedsce": {"mu": 0.7, "p": 3, "R": 2},
-}
-# What a method must not be taken for: the same with its idea switched off, or its nearest relative.
-RELATIVES: dict[str, tuple[str, dict[str, Any]]] = {
-    "local": ("fedavg", {}),
-    "fedavg": ("local", {}),
-    "fedprox": ("fedprox", {"mu": 0.4}),
-    "fedbn": ("silobn", {}),
-    "silobn": ("fedavg", {}),
-    "fedper": ("fedavg", {}),
-    "fedrep": ("fedper", {}),
-    "lg-fedavg": ("lg-fedavg", {"warmup": 2}),
-    "ditto": ("ditto", {"lam": 0.6}),
-    "scaffold": ("fedavg", {}),
-    "fedproto": ("fedproto", {"lam": 1.5}),
-    "fedrod": ("fedrod", {"gamma": 0.9}),
-    "fedcp": ("fedcp", {"lam": 1.5}),
-    "fed-co2": ("fed-co2", {"mu": 0.6}),
-    "fedpick": ("fedpick", {"tau": 2.0, "lam_lce": 1.5, "lam_ent": 0.0, "lam_dis": 0.8}),
-    "fedios": ("fedios", {"alpha": 0.4, "lam": 0.3, "re_on": "projected"}),
-    "fedsce": ("fedsce", {"mu": 0.6, "p": 3, "R": 2}),
-}
 NETWORKS: dict[str, dict[str, Any]] = {
     "plain": {"name": "smooth", "norm": False},
     "norm": {"name": "smooth"},
@@ -131,6 +98,11 @@ def module_of(name: str) -> ModuleType:
     return import_module(f"tests.reference.{name.replace('-', '_')}")
 
 
+def hyper_of(name: str) -> dict[str, Any]:
+    """The settings with which a method is compared to its reference."""
+    return dict(getattr(module_of(name), "HYPER", {}))
+
+
 def variants() -> Iterator[Any]:
     """The settings beside `HYPER` that a reference says it knows (`VARIANTS`): ablations and options."""
     for name in METHODS:
@@ -140,7 +112,7 @@ def variants() -> Iterator[Any]:
 
 def trained(name: str, config: Config, federation: Federation, hyper: dict[str, Any] | None = None) -> Loop:
     """The package's run."""
-    settings = HYPER.get(name, {}) if hyper is None else hyper
+    settings = hyper_of(name) if hyper is None else hyper
     loop = loop_for(structure(settings, METHODS[name], "method"), config, federation)
     assert loop.run([]) == "finished"
     return loop
@@ -190,11 +162,6 @@ def reference(name: str, hyper: dict[str, Any], loop: Loop) -> list[Tensor]:
     return [score(inputs(data.test.x, config)) for score, data in zip(scorers, parts, strict=True)]
 
 
-def test_every_method_has_a_reference_and_a_relative() -> None:
-    assert set(RELATIVES) == set(METHODS)
-    assert set(HYPER) <= set(METHODS)
-
-
 def test_some_rounds_miss_some_clients(unequal: Federation) -> None:
     """Of the partial participation below: all cohorts are of two, and not the same two."""
     loop = loop_for(METHODS["fedavg"](), config_of("plain", 0.67), unequal)
@@ -208,7 +175,7 @@ def test_some_rounds_miss_some_clients(unequal: Federation) -> None:
 @pytest.mark.parametrize("name", list(METHODS))
 def test_method_agrees_with_its_reference(name: str, model: str, participation: float, unequal: Federation) -> None:
     loop = trained(name, config_of(model, participation), unequal)
-    expected = reference(name, HYPER.get(name, {}), loop)
+    expected = reference(name, hyper_of(name), loop)
     for client, scores in zip(loop.info.clients, expected, strict=True):
         torch.testing.assert_close(scores_of(loop, client), scores, rtol=CLOSE, atol=CLOSE)
 
@@ -235,6 +202,6 @@ def test_some_updates_enter_a_raw_subspace(unequal: Federation) -> None:
 def test_tolerances_tell_methods_apart(name: str, unequal: Federation) -> None:
     """A relative, or a hyper-parameter that is a little off, is far away."""
     loop = trained(name, config_of("norm-2", 0.67), unequal)
-    other, hyper = RELATIVES[name]
+    other, hyper = module_of(name).RELATIVE
     pairs = zip(loop.info.clients, reference(other, hyper, loop), strict=True)
     assert max(float((scores_of(loop, client) - scores).abs().max()) for client, scores in pairs) > FAR

@@ -145,7 +145,7 @@ def test_references_are_short_and_know_nothing_of_the_package() -> None:
             a.name for node in imports for a in node.names
         }
         assert not any(name.startswith("fedprism") for name in named), path.name
-        most = 150 if "\nVARIANTS" in text else 60  # one that writes out a method's options and ablations too is longer
+        most = 155 if "\nVARIANTS" in text else 65  # one that writes out a method's options and ablations too is longer
         assert path.name == "common.py" or len(text.splitlines()) <= most, path.name
 
 

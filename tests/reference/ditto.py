@@ -12,6 +12,9 @@ from torch.nn.functional import cross_entropy
 
 from .common import Loss, Scorer, Setup, distance, get, leaves, mean, plain, put, train
 
+HYPER = {"lam": 0.7}
+RELATIVE = ("ditto", {"lam": 0.6})
+
 
 def towards(v: nn.Module, w: list[Tensor], lam: float) -> Loss:
     v.train()

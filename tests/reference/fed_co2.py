@@ -17,6 +17,8 @@ from torch.nn.functional import cross_entropy, log_softmax, softmax
 
 from .common import Loss, Scorer, Setup, get, leaves, mean, norm_leaves, put, train
 
+HYPER = {"mu": 0.7}
+RELATIVE = ("fed-co2", {"mu": 0.6})
 WHO = ("none", "online", "offline", "both")
 VARIANTS = [
     *({"intra": intra, "inter": inter} for intra, inter in product(WHO, WHO)),

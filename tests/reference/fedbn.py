@@ -6,6 +6,8 @@ from copy import deepcopy
 
 from .common import Scorer, Setup, get, leaves, mean, norm_leaves, plain, put, train
 
+RELATIVE = ("silobn", {})
+
 
 def run(setup: Setup) -> list[Scorer]:
     models = deepcopy(setup.models)

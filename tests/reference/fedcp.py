@@ -18,6 +18,8 @@ from torch.nn.functional import cross_entropy
 
 from .common import Loss, Scorer, Setup, get, leaves, mean, norm_leaves, put, train
 
+HYPER = {"lam": 2.0}
+RELATIVE = ("fedcp", {"lam": 1.5})
 TABLE_1 = ["cs", "ss", "cs ss", "gfm", "cpn", "cpn gfm", "cpn gh", "cpn gfm gh"]
 VARIANTS = [
     *({"without": row.split()} for row in TABLE_1),

@@ -17,6 +17,8 @@ from torch.nn.functional import cross_entropy
 
 from .common import Loss, Scorer, Setup, get, leaves, mean, put, train
 
+HYPER = {"alpha": 0.4, "lam": 0.3, "re_on": "raw"}
+RELATIVE = ("fedios", {"alpha": 0.4, "lam": 0.3, "re_on": "projected"})
 VARIANTS = [
     {},
     {"lam": 0.0, "alpha": 0.0},

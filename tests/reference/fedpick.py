@@ -17,6 +17,8 @@ from torch.nn.functional import cross_entropy, softmax
 
 from .common import Loss, Scorer, Setup, get, leaves, mean, norm_leaves, put, train
 
+HYPER = {"tau": 2.0, "lam_lce": 1.5, "lam_ent": 0.1, "lam_dis": 0.8}
+RELATIVE = ("fedpick", {"tau": 2.0, "lam_lce": 1.5, "lam_ent": 0.0, "lam_dis": 0.8})
 VARIANTS = [
     {"tau": 10.0, "lam_lce": 10.0, "lam_dis": 10.0},  # Table III, Digits-Five
     {"pfsm": False},  # the rows of Table IV

@@ -14,6 +14,9 @@ from torch.nn.functional import cross_entropy
 
 from .common import Loss, Scorer, Setup, train
 
+HYPER = {"lam": 2.0}
+RELATIVE = ("fedproto", {"lam": 1.5})
+
 
 def attracted(model: nn.Module, prototypes: dict[int, Tensor], lam: float) -> Loss:
     model.train()

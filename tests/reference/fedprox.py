@@ -9,6 +9,9 @@ from torch.nn.functional import cross_entropy
 
 from .common import Loss, Scorer, Setup, distance, get, leaves, mean, put, train
 
+HYPER = {"mu": 0.5}
+RELATIVE = ("fedprox", {"mu": 0.4})
+
 
 def proximal(model: nn.Module, mu: float) -> Loss:
     model.train()

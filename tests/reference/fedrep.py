@@ -12,6 +12,9 @@ from torch.nn.functional import cross_entropy
 
 from .common import Scorer, Setup, get, leaves, mean, put, train
 
+HYPER = {"head_epochs": 2, "body_epochs": 1}
+RELATIVE = ("fedper", {})
+
 
 def one_part(setup: Setup, r: int, i: int, model: nn.Module, part: nn.Module, epochs: int) -> None:
     model.eval()

@@ -14,6 +14,9 @@ from torch.nn.functional import cross_entropy
 
 from .common import Loss, Scorer, Setup, get, leaves, mean, put, train
 
+HYPER = {"gamma": 1.0}
+RELATIVE = ("fedrod", {"gamma": 0.9})
+
 
 class TwoHeads(nn.Module):
     def __init__(self, model: nn.Module) -> None:

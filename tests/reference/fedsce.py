@@ -20,6 +20,8 @@ from torch.nn.functional import cross_entropy, log_softmax
 
 from .common import Loss, Scorer, Setup, get, leaves, mean, put, train
 
+HYPER = {"mu": 0.7, "p": 3, "R": 2}
+RELATIVE = ("fedsce", {"mu": 0.6, "p": 3, "R": 2})
 KEEP = "keep-singular-values"
 VARIANTS = [
     {},

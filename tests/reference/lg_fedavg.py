@@ -9,6 +9,10 @@ from copy import deepcopy
 
 from .common import Scorer, Setup, get, leaves, mean, plain, put, train
 
+HYPER = {"warmup": 1}
+QUICK = {"warmup": 2}
+RELATIVE = ("lg-fedavg", {"warmup": 2})
+
 
 def run(setup: Setup, warmup: int) -> list[Scorer]:
     models = deepcopy(setup.models)

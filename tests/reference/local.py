@@ -6,6 +6,8 @@ from copy import deepcopy
 
 from .common import Scorer, Setup, plain, train
 
+RELATIVE = ("fedavg", {})
+
 
 def run(setup: Setup) -> list[Scorer]:
     models = deepcopy(setup.models)

@@ -14,6 +14,8 @@ from torch.nn.functional import cross_entropy
 
 from .common import Scorer, Setup, get, leaves, mean, put
 
+RELATIVE = ("fedavg", {})
+
 
 def descend(setup: Setup, r: int, i: int, model: nn.Module, c_own: list[Tensor], c: list[Tensor]) -> int:
     model.train()
