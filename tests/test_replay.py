@@ -27,7 +27,7 @@ from fedprism.engines.loop import Loop, make_loop
 from fedprism.engines.shelf import Arena
 from fedprism.errors import ConfigError
 from fedprism.federation import Federation, make_federation
-from fedprism.methods import METHODS, make
+from fedprism.methods import METHODS, base, make
 from fedprism.methods.base import Me, Method, Now, Pass
 from tests.helpers import CPU, Collect, cut, same
 
@@ -134,6 +134,33 @@ def test_out_of_memory_halves_the_slots_and_goes_on(unequal: Federation, monkeyp
         two, _ = trained(CudaGraphs, METHODS["fedbn"](), config, unequal)
     assert same(one.server, two.server)
     assert all(same(one.states[client], two.states[client]) for client in unequal.names)
+
+
+def test_the_engine_makes_room_for_the_server(unequal: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that slots took and that the average needs: half of them go, and nothing is computed otherwise."""
+    config = structure({**RAW, "run": {"slots": 3}}, Config)
+    one, seen = trained(InProcess, METHODS["fedbn"](), config, unequal)
+    plain, tried = base.average, list[Any]()
+
+    def average(*given: Any) -> Any:
+        tried.append(given)
+        if len(tried) == 1:
+            raise torch.OutOfMemoryError("no room")
+        return plain(*given)
+
+    def never(*given: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(base, "average", average)
+    with pytest.warns(UserWarning, match="out of GPU memory: going on with 1 slots"):
+        two, replayed = trained(CudaGraphs, METHODS["fedbn"](), config, unequal)
+    assert same(one.server, two.server)
+    assert [replace(r, seconds={}) for r in seen.records] == [replace(r, seconds={}) for r in replayed.records]
+    monkeypatch.setattr(base, "average", never)
+    with pytest.raises(torch.OutOfMemoryError):  # an engine that has nothing to give
+        trained(InProcess, METHODS["fedbn"](), config, unequal)
+    with pytest.raises(ConfigError, match="does not hold one client"), pytest.warns(UserWarning, match="with 1 slots"):
+        trained(CudaGraphs, METHODS["fedbn"](), config, unequal)
 
 
 @pytest.mark.parametrize("slots", [1, "auto"])

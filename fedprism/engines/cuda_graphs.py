@@ -210,7 +210,7 @@ class CudaGraphs:
             except torch.OutOfMemoryError as error:
                 short = str(error)
             if short:  # past the exception, which holds what was under way; that is begun anew
-                self._fewer(short)
+                self.make_room(short)
                 continue
             if not fitted:
                 self._fit_memory(before)
@@ -303,7 +303,7 @@ class CudaGraphs:
         self.most = max(1, min(self.most, 1 + int(0.8 * free / one)))
         self._drop()
 
-    def _fewer(self, error: str) -> None:
+    def make_room(self, error: str) -> None:
         """Out of memory: half the slots; what is complete stays. One slot is tried again, with all memory freed."""
         if len(self.slots) < 2 and self.alone:
             raise ConfigError(

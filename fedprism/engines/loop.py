@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -31,6 +33,8 @@ from fedprism.methods import leaves
 from fedprism.methods.base import Info, Method, Now, State, Upload
 from fedprism.methods.mixed import check_mixed
 from fedprism.models import Arch
+
+T = TypeVar("T")
 
 DIGESTED_AT_ONCE = 1024  # images, so that those of a memory-mapped file are not all copied
 
@@ -126,7 +130,7 @@ class Loop:
             del requests
             clock.lap("train")
             results = {c: answer for c in part if isinstance(answer := answers[c], Result) and c in averaged}
-            accepted = self._accept(results, now)
+            accepted = self._in_room(partial(self._accept, results, now))
             for client in part:
                 answer = accepted.get(client, answers[client])
                 if isinstance(answer, Failure):
@@ -146,7 +150,7 @@ class Loop:
                 if not isinstance(state, Failure):
                     self.states[client] = state
         if uploads:
-            self.server = self._aggregate(uploads, now)
+            self.server = self._in_room(partial(self._aggregate, uploads, now))
             logs = {client: {**values, **now.logs.get(client, {})} for client, values in logs.items()}
         diverged = lost > 0 and lost == len(training)
         if not uploads and not diverged and not self.kept_old:
@@ -232,6 +236,17 @@ class Loop:
     def _sent(self, client: str, now: Now) -> State:
         now = now.but(client=client)
         return self.method.encode(self.method.send(self.server, client, now), now)
+
+    def _in_room(self, work: Callable[[], T]) -> T:
+        """The server's work; where a GPU has no memory left for it, the engine is asked for some of its own."""
+        while True:
+            try:
+                return work()
+            except torch.OutOfMemoryError as error:
+                make_room, short = getattr(self.engine, "make_room", None), str(error)
+                if make_room is None:
+                    raise
+            make_room(short)  # past the exception, which holds what was under way
 
     def _accept(self, results: Mapping[str, Result], now: Now) -> dict[str, Result | Failure]:
         """Clients' answers with their uploads decoded, or why they are refused."""
