@@ -124,7 +124,9 @@ def page(workload: str, method: str, compiled: bool, count: int) -> str:
     finally:
         contender.close()
     here, when = machine(device), moment()
-    where = f"{here['device']}, {here['versions']}, {when['date']}, `python {' '.join(sys.argv)}`"
+    versions = ", ".join(f"{name} {version}" for name, version in here["versions"].items())
+    command = " ".join(["python benchmarks/profile_step.py", workload, method, *(["--compile"] if compiled else [])])
+    where = f"{here['device']}; {versions}; {when['date']}; `{command}`"
     title = f"# {workload}, {method}, {'compiled' if compiled else 'captured'}"
     views = {
         "Rounds": [*parts, "", slots],
