@@ -942,13 +942,16 @@ def _listed(what: Kind) -> tuple[list[str], list[list[str]]]:
     from fedprism.data import DATASETS
     from fedprism.engines.inprocess import ENGINES
     from fedprism.federation import PARTITIONS
-    from fedprism.methods import available
+    from fedprism.methods import by_idea
     from fedprism.models import MODELS
     from fedprism.report.explain import code_lines
 
     if what is Kind.methods:
-        rows = [[name, cls.group, cls.stays, str(code_lines(cls)), cls.paper] for name, cls in available().items()]
-        return ["method", "kind", "stays with the client", "lines", "paper"], rows
+        rows = []
+        for group, found in by_idea().items():
+            of_group = [[name, cls.stays, str(code_lines(cls)), cls.paper] for name, cls in found.items()]
+            rows += [[group if place == 0 else "", *row] for place, row in enumerate(of_group)]
+        return ["idea", "method", "stays with the client", "lines", "paper"], rows
     if what is Kind.models:
         return ["model", ""], [[name, family.description] for name, family in MODELS.items()]
     if what is Kind.experiments:

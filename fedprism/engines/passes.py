@@ -102,7 +102,8 @@ class Work:
 
 
 def _fit(me: Me, each: Pass, now: Now, config: Config) -> Generator[None, None, int]:
-    rate = learning_rate(config.train, now.round, each.optimizer.get("lr"))
+    full = each.optimizer.get("lr", config.train.optimizer.lr)
+    rate = learning_rate(config.train, now.round, full) if each.scheduled else full
     work = Work(me, each, now, config, now.split(each.data), rate)
     epochs = _epochs(each, now, config.train, len(work.split))
     steps: int = fit(work, epochs) if me.replay is None else (yield from me.replay.fit(work, epochs))

@@ -42,6 +42,21 @@ _FILES = (
 )
 
 
+# The ideas by which methods are listed, in this order; a method names its own as `group`.
+GROUPS = (
+    "alone",
+    "global",
+    "fine-tuning",
+    "split",
+    "two models",
+    "regularised",
+    "prototypes",
+    "distillation",
+    "mixture",
+    "server-side",
+)
+
+
 def register(cls: type[Method]) -> type[Method]:
     """File a method under its `id`."""
     return METHODS.register(cls.id)(cls)
@@ -77,6 +92,14 @@ def available() -> dict[str, type[Method]]:
             found[name] = find(name)
         except (ConfigError, ImportError, AttributeError, SyntaxError) as error:
             warnings.warn(f"the installed method {name!r} cannot be loaded: {error}", stacklevel=2)
+    return found
+
+
+def by_idea() -> dict[str, dict[str, type[Method]]]:
+    """Every method, group by group; ideas that are not known here come last."""
+    found: dict[str, dict[str, type[Method]]] = {group: {} for group in GROUPS}
+    for name, cls in available().items():
+        found.setdefault(cls.group, {})[name] = cls
     return found
 
 

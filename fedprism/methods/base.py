@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
@@ -155,6 +155,7 @@ class Pass:
     epochs: int | None = None  # None: train.epochs
     steps: int | None = None  # at most so many steps, whatever the epochs
     optimizer: Mapping[str, Any] = field(default_factory=dict)  # laid over train.optimizer
+    scheduled: bool = True  # does its learning rate follow train.schedule? In an adaptation it should not
     batch: int | None = None  # None: train.batch
     least: int = 2  # a smaller last batch is merged into the one before (batch norm cannot train on one sample)
     data: Literal["train", "validation", "public"] = "train"
@@ -334,8 +335,11 @@ class Method:
         return [Pass(self.loss)]
 
     def adapt(self, me: Me, now: Now) -> list[Pass]:
-        """Run on a throw-away copy before the moment `adapted`; by default a newcomer's training, else nothing."""
-        return self.passes(me, now) if now.new else []
+        """Run on a throw-away copy before the moment `adapted`; by default a newcomer's training, else nothing.
+
+        At the full learning rate: a client that comes when a schedule has ended is not to learn nothing.
+        """
+        return [replace(each, scheduled=False) for each in self.passes(me, now)] if now.new else []
 
     def upload(self, me: Me, now: Now) -> State:
         """What goes to the server, as declared by `uploads`."""

@@ -252,7 +252,9 @@ def _settings(records: Sequence[RunRecord]) -> str:
         "begun, ended": f"{first.info.get('started')}, {max(str(r.info.get('ended') or '–') for r in records)}",
     }
     for label, group in grouped(records).items():
-        facts |= {f"{label}: {name}": value for name, value in decided(group[0]).items()}
+        written = group[0].config.method.name
+        told = {"others learn": METHODS[written].reveals} if written in METHODS else {}
+        facts |= {f"{label}: {name}": value for name, value in {**told, **decided(group[0])}.items()}
     items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
     configs = []
     for label, group in grouped(records).items():
