@@ -34,6 +34,8 @@ _FILES = (
     "scaffold",
     "fedproto",
     "fedrod",
+    "fedfomo",
+    "copa",
     "fedcp",
     "fed_co2",
     "fedpick",
