@@ -21,6 +21,7 @@ from fedprism.data import Dataset, agnews, folder
 from fedprism.data.base import chosen_domains, side
 from fedprism.data.images import changes, check_inputs, normalise
 from fedprism.data.pictures import DAMAGED, read_picture, reason
+from fedprism.engines import serverside
 from fedprism.engines.choose import check_engine, make_engine
 from fedprism.engines.client import Job, client_receive, make_info, make_now
 from fedprism.engines.compiled import settle
@@ -434,7 +435,7 @@ class ClientModel:
             data = ClientData(client, client, nothing, nothing, nothing, info.classes)
             job = Job(method, config, info, data, snapshot.round)
             now = replace(make_now(method, config, info, module, snapshot.round), client=client)
-            down = method.encode(method.send(snapshot.server, client, now), now)
+            down = method.encode(method.send(serverside.of_method(snapshot.server), client, now), now)
             state = client_receive(job, state, down)
         load_state(module, state)
         return cls(client, method, module.eval(), config, info, names)

@@ -409,8 +409,12 @@ def list_(
         typer.echo("There is no folder experiments/ with configurations here; it comes with the source of fedprism.")
         return
     listing = RichTable(box=None, pad_edge=False, header_style="bold")
-    for place, name in enumerate(header):
-        listing.add_column(name, justify="right" if name == "lines" else "left", no_wrap=place == 0)
+    for name in header:
+        listing.add_column(
+            name,
+            justify="right" if name == "lines" else "left",
+            no_wrap=name in header[: 2 if what is Kind.methods else 1],
+        )
     for row in rows:
         listing.add_row(*map(Text, row))
     _out().print(listing)
@@ -941,6 +945,7 @@ def _listed(what: Kind) -> tuple[list[str], list[list[str]]]:
     import fedprism.engines.choose  # noqa: F401 - registers every engine
     from fedprism.data import DATASETS
     from fedprism.engines.inprocess import ENGINES
+    from fedprism.engines.serverside import OPTIMIZERS
     from fedprism.federation import PARTITIONS
     from fedprism.methods import by_idea
     from fedprism.models import MODELS
@@ -950,6 +955,9 @@ def _listed(what: Kind) -> tuple[list[str], list[list[str]]]:
         rows = []
         for group, found in by_idea().items():
             of_group = [[name, cls.stays, str(code_lines(cls)), cls.paper] for name, cls in found.items()]
+            if group == "server-side":
+                stays = "a setting, for any method that averages weights"
+                of_group += [[f"server.optimizer={name}", stays, "", paper] for name, paper in OPTIMIZERS.items()]
             rows += [[group if place == 0 else "", *row] for place, row in enumerate(of_group)]
         return ["idea", "method", "stays with the client", "lines", "paper"], rows
     if what is Kind.models:

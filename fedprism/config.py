@@ -8,6 +8,7 @@ where the name is looked up. An unknown key is an error that names the nearest r
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import types
 import typing
@@ -172,8 +173,35 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    optimizer: Literal["none"] = setting("none", "what the server does with the average")
-    lr: float = setting(1.0, "step of the server towards the average", positive, "above 0")
+    optimizer: Literal["none", "momentum", "adam", "yogi"] = setting(
+        "none", "what makes the server's step: none, momentum (FedAvgM), adam (FedAdam) or yogi (FedYogi)"
+    )
+    lr: float = setting(
+        1.0,
+        "step of the server: with none 1.0 takes the average; adam and yogi need a small one, such as 0.01",
+        lambda v: 0 < v < math.inf,
+        "above 0",
+    )
+    momentum: float = setting(0.9, "with momentum: what stays of the last step", lambda v: 0 <= v < 1, "0 to below 1")
+    betas: tuple[float, float] = setting(
+        (0.9, 0.99),
+        "with adam and yogi: what stays of the mean step and of the mean square",
+        lambda v: all(0 <= beta < 1 for beta in v),
+        "two numbers of 0 to below 1",
+    )
+    tau: float = setting(
+        1e-3,
+        "with adam and yogi: added to the root of the mean square; the smaller, the more weights move alike",
+        lambda v: 0 < v < math.inf,
+        "above 0",
+    )
+
+    def __post_init__(self) -> None:
+        if self.optimizer in ("adam", "yogi") and self.lr >= 1:
+            raise ConfigError(
+                f"server.lr is {self.lr}, but {self.optimizer} moves a weight by up to about server.lr a round, "
+                "even where the average moved far less; set server.lr to something below 1, such as 0.01"
+            )
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class Snapshot:
     """
 
     round: int
-    server: State
+    server: State  # with what the optimiser of the server keeps (`serverside.packed`)
     clients: Mapping[str, State | None]  # None: this client has never trained
 
 

@@ -10,7 +10,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch import nn
 
 from fedprism import keys
 from fedprism.config import SPLITS, ClientsConfig, Config
+from fedprism.engines import serverside
 from fedprism.engines.client import Failure, Result, chosen, due, float_leaves, make_now
 from fedprism.engines.evaluate import ends
 from fedprism.engines.events import Callback, Plan, RoundRecord, Score, Snapshot, Status
@@ -54,6 +55,7 @@ class Loop:
     models: dict[Arch, nn.Module]  # one of each architecture, to ask the method what travels
     server: State
     states: Kept
+    held: State = field(default_factory=dict)  # what the server's optimiser keeps from round to round
     kept_old: bool = False  # has a round in which every client failed been told of?
     counted: tuple[int, int] = (0, 0)  # clients that earlier parts have run, and how many there are in all parts
 
@@ -76,7 +78,8 @@ class Loop:
         if start is not None:
             first = start.round
             self.states.restore(start.clients)
-            self.server = {name: tensor.to(self.device) for name, tensor in start.server.items()}
+            whole = {name: tensor.to(self.device) for name, tensor in start.server.items()}
+            self.server, self.held = serverside.of_method(whole), serverside.of_optimizer(whole, self.held)
         plan = self.plan(0 if start is None else first + 1)
         for callback in callbacks:
             callback.begin(plan)
@@ -262,21 +265,31 @@ class Loop:
         return {c: refused.get(c) or replace(result, upload=uploads[c]) for c, result in results.items()}
 
     def _aggregate(self, uploads: list[Upload], now: Now) -> State:
-        """The method's average, approached by the server's step."""
+        """The method's average, or where the server's step leads; nothing has changed if memory runs out."""
         mean = self.method.aggregate(self.server, uploads, now)
         if mean.keys() != self.server.keys():
             changed = sorted(mean.keys() ^ self.server.keys())
             raise FedprismError(
                 f"{self.method.id}.aggregate changed the server's keys: {changed[:3]}; they must stay constant."
             )
-        step = self.config.server.lr
-        if step == 1.0:
+        config = self.config.server
+        if serverside.is_plain(config):
             return mean
-        weights = set(dict(self.models[self.info.arch].named_parameters()))
-        return {n: self.server[n] + step * (t - self.server[n]) if n in weights else t for n, t in mean.items()}
+        sent = self.sent_weights(now.round, [upload.client for upload in uploads])
+        stepped, self.held = serverside.step(config, sent, self.server, mean, self.held)
+        return {**mean, **stepped}
+
+    def sent_weights(self, round: int, clients: Sequence[str]) -> list[str]:
+        """The trained leaves of the server's model that these clients send as weights in a round."""
+        sent = set()
+        for client in clients:
+            model = self.models[self.info.archs[client]]
+            now = make_now(self.method, self.config, self.info, model, round, client)
+            sent |= {name for name, kind in self.method.uploads(model, now).items() if kind == "weights"}
+        return [n for n in leaves.parameters(self.models[self.info.arch]) if n in sent and n in self.server]
 
     def _tell(self, callbacks: Sequence[Callback], record: RoundRecord) -> None:
-        snapshot = Snapshot(record.round, dict(self.server), self.states.frozen())
+        snapshot = Snapshot(record.round, serverside.packed(self.server, self.held), self.states.frozen())
         for callback in callbacks:
             callback.round(record, snapshot)
 
@@ -290,15 +303,20 @@ def make_loop(
     if config.train.batch < 2 and any(leaves.norms(model) for model in models.values()):
         raise ConfigError("train.batch is 1, but batch norm cannot train on one image; set train.batch to 2 or more.")
     server = method.server(models[info.arch], make_now(method, config, info, models[info.arch], 0))
-    if config.server.lr != 1 and not set(dict(models[info.arch].named_parameters())) & server.keys():
-        raise ConfigError(f"server.lr is {config.server.lr}, but {method.id} averages no weights; leave it at 1.")
     on_device = {name: tensor.to(device) for name, tensor in server.items()}
     states: Kept = InMemory(dict.fromkeys(info.clients))
+    owners = {arch: client for client, arch in info.archs.items()}  # a client of each
     if config.clients.state == "disk":
-        owners = {arch: client for client, arch in info.archs.items()}
         largest = max(size(method.build(a, client, info, info.seed).state_dict()) for a, client in owners.items())
         states = OnDisk(info.clients, device, at_once(largest, getattr(engine, "workers", 1)))
-    return Loop(method, config, info, federation, engine, device, models, on_device, states)
+    loop = Loop(method, config, info, federation, engine, device, models, on_device, states)
+    if not serverside.is_plain(config.server):
+        rounds = {0, config.train.rounds - 1}  # after a warm-up less may be sent, or more
+        if not any(loop.sent_weights(round, [*owners.values()]) for round in rounds):
+            serverside.refuse(config.server, method.id)
+        weights = [name for name in leaves.parameters(models[info.arch]) if name in server]
+        loop.held = serverside.first(config.server, {name: on_device[name] for name in weights})
+    return loop
 
 
 def digest(data: ClientData) -> str:
