@@ -36,6 +36,8 @@ _FILES = (
     "fedrod",
     "fedfomo",
     "copa",
+    "moon",
+    "fedphp",
     "fedcp",
     "fed_co2",
     "fedpick",
