@@ -22,13 +22,12 @@ from torch import Tensor, nn
 
 from fedprism import keys
 from fedprism.config import Config, structure
-from fedprism.engines.client import Job, client_receive
+from fedprism.engines.client import Job, _enter, _train, finish, open_slot
 from fedprism.engines.loop import Loop, draw_cohort
 from fedprism.engines.noise import Noise, keyed_draw
 from fedprism.engines.passes import batches, inputs
 from fedprism.federation import Federation
 from fedprism.methods import METHODS
-from fedprism.methods.base import load
 from fedprism.models import MODELS
 from fedprism.models.base import Block, Family
 from tests.helpers import CPU, Collect, cut, loop_for
@@ -120,15 +119,18 @@ def trained(name: str, config: Config, federation: Federation, hyper: dict[str, 
 
 
 def scores_of(loop: Loop, client: str) -> Tensor:
-    """The client's scores `[images, classes]` on its test images at the moment `received`, after the last round."""
+    """The client's scores `[images, classes]` on its test images after the last round, at the reference's moment."""
     method, info, config = loop.method, loop.info, loop.config
     rounds, data = config.train.rounds, loop.federation.clients[client]
     down = method.send(loop.server, client, replace(loop.now(rounds), client=client))
-    model = method.build(info.archs[client], client, info, info.seed)
-    load(model, client_receive(Job(method, config, info, data, rounds), loop.states[client], down))
-    model.eval()
+    job = Job(method, config, info, data, rounds)
+    me = open_slot(job)
+    now = _enter(me, job, loop.states[client], down)
+    if getattr(module_of(method.id), "MOMENT", "received") == "adapted":
+        finish(_train(me, job, now, method.adapt))
+    me.model.eval()
     with torch.no_grad():
-        return method.predict(model, inputs(data.test.x, config), keyed_draw(torch.device("cpu"), "test"))
+        return method.predict(me.model, inputs(data.test.x, config), keyed_draw(torch.device("cpu"), "test"))
 
 
 def reference(name: str, hyper: dict[str, Any], loop: Loop) -> list[Tensor]:

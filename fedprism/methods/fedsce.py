@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div
 
-from fedprism.config import Named, plain, positive, setting
+from fedprism.config import Named, positive, setting
 from fedprism.methods import leaves, register
 from fedprism.methods.base import Arch, Draw, Info, Kind, Me, Method, Net, Now, Parts, Pass, Seen, State, Upload
+from fedprism.methods.mixed import one_for_all
 from fedprism.methods.states import average, squared_distance
 from fedprism.methods.subspaces import Subspace
-from fedprism.models import named_arch
 
 DISTANCES = ("distance/parameters", "distance/features")
 
@@ -75,10 +75,7 @@ class FedSCE(Method):
         return Parts(**parts)
 
     def aux_arch(self, info: Info) -> Arch:
-        given = plain(self.auxiliary)  # made in Python it may be a text or a dict
-        if given in ("smallest", {"name": "smallest"}):
-            return min((info.archs[client] for client in info.clients), key=lambda arch: arch.parameters)
-        return named_arch(given, "method.auxiliary (or smallest)", info.classes, info.arch.shape)
+        return one_for_all(self.auxiliary, "method.auxiliary", info)
 
     def facts(self, info: Info) -> Mapping[str, str]:
         return {} if "dml" in self.without else {"auxiliary model": self.aux_arch(info).words}

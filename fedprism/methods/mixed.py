@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from fedprism.config import plain
 from fedprism.errors import ConfigError
 from fedprism.methods import METHODS
-from fedprism.methods.base import Info, Method
+from fedprism.methods.base import Arch, Info, Method
+from fedprism.models import named_arch
 
 
 def allowing() -> list[str]:
@@ -33,6 +36,14 @@ def check_mixed(methods: Sequence[Method], info: Info) -> None:
         f"gives {len(archs)}: {_some(archs)}. Set one model for all (--set model.name=NAME), or choose a method that "
         f"allows different ones: {', '.join(allowing())}."
     )
+
+
+def one_for_all(given: Any, where: str, info: Info) -> Arch:
+    """The architecture of a model that all clients share beside their own: the smallest of theirs, or a named one."""
+    named = plain(given)  # made in Python it may be a text or a dict
+    if named in ("smallest", {"name": "smallest"}):
+        return min((info.archs[client] for client in info.clients), key=lambda arch: arch.parameters)
+    return named_arch(named, f"{where} (or smallest)", info.classes, info.arch.shape)
 
 
 def _some(labels: Sequence[str]) -> str:

@@ -3,10 +3,11 @@
 A reference is a second, independent writing of a method: plain PyTorch, at most 65 lines (155 with all its options),
 from the paper's equations and not from the package (it imports nothing of it). Each file has `run(setup, **hyper)`,
 which trains a federation and returns one `Scorer` a client: call it with images to get the scores that the client gives
-at the moment `received`, that is with the server's newest state after the last round, in eval mode. `Scorer.model`
-holds the weights behind them. `HYPER` has the settings with which a method is compared to its reference, `VARIANTS`
-more of them; `RELATIVE` is what it must not be taken for: the same with its idea off or a little off, or its nearest
-relative. `QUICK`: settings for the conformance suite, where four rounds of the defaults would not show all.
+at the moment `received` (or at the file's `MOMENT`), that is with the server's newest state after the last round, in
+eval mode. `Scorer.model` holds the weights behind them. `HYPER` has the settings with which a method is compared to its
+reference, `VARIANTS` more of them; `RELATIVE` is what it must not be taken for: the same with its idea off or a little
+off, or its nearest relative. `QUICK`: settings for the conformance suite, where four rounds of the defaults would not
+show all.
 
 A test fills a `Setup` from the same first models, the same batches in the same order and the same participants as a run
 of the package, and compares scores. What holds everywhere: an optimiser starts afresh in every pass; what is averaged

@@ -1,0 +1,73 @@
+"""FML (Shen et al., 2020): a private model and the averaged "meme" model of each client teach each other."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, kl_div
+
+from fedprism.config import Named, setting
+from fedprism.methods import register
+from fedprism.methods.base import Arch, Draw, Info, Me, Method, Net, Now, Parts, leaves
+from fedprism.methods.mixed import one_for_all
+
+
+@register
+@dataclass(frozen=True)
+class FML(Method):
+    id = "fml"
+    paper = "Shen et al., Federated Mutual Learning, arXiv 2006.16765, 2020"
+    idea = "A private model of any architecture and one averaged meme model teach each other on every batch."
+    shares = "the meme model"
+    stays = "the private model"
+    group = "distillation"
+    weighting = "uniform"
+    has_global = True
+    shows = {
+        "kl/private": "how far the private model's prediction is from the meme's: KL(meme, private)",
+        "kl/meme": "how far the meme's prediction is from the private model's: KL(private, meme)",
+    }
+
+    alpha: float = setting(
+        0.5, "share of the labels in the private model's loss; the rest is the KL", lambda v: 0 <= v <= 1, "from 0 to 1"
+    )
+    beta: float = setting(
+        0.5, "share of the labels in the meme's loss; the rest is the KL", lambda v: 0 <= v <= 1, "from 0 to 1"
+    )
+    meme: Named = setting(Named("smallest"), "the meme model; smallest: of the clients' models")
+
+    mixed = True
+
+    def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
+        return Parts(private=arch.model(seed), meme=self.meme_arch(info).model(seed))
+
+    def meme_arch(self, info: Info) -> Arch:
+        return one_for_all(self.meme, "method.meme", info)
+
+    def facts(self, info: Info) -> Mapping[str, str]:
+        return {"meme model": self.meme_arch(info).words}
+
+    def shared(self, model: Net, now: Now) -> Collection[str]:
+        return leaves.part(model, "meme")
+
+    def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
+        # One step by the sum is a step of each model by its own loss, since a target has no gradient.
+        private, meme = me.model.private(x), me.model.meme(x)
+        return self.taught(me, "private", private, meme, y, self.alpha) + self.taught(
+            me, "meme", meme, private, y, self.beta
+        )
+
+    def taught(self, me: Me, who: str, own: Tensor, other: Tensor, y: Tensor, share: float) -> Tensor:
+        """share CE(own, y) + (1 - share) KL(other || own)."""
+        target = other.detach().log_softmax(1)
+        kl = kl_div(own.log_softmax(1), target, reduction="batchmean", log_target=True)
+        me.log(f"kl/{who}", kl)
+        return share * cross_entropy(own, y) + (1 - share) * kl
+
+    def predict(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
+        return model.private(x)
+
+    def predict_global(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
+        return model.meme(x)
