@@ -41,6 +41,8 @@ _FILES = (
     "finetune",
     "fedbabu",
     "fml",
+    "feddyn",
+    "fedamp",
     "fedcp",
     "fed_co2",
     "fedpick",

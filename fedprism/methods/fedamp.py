@@ -1,0 +1,92 @@
+"""FedAMP (Huang et al., AAAI 2021): the server mixes a model for each client, mostly of those that are near it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedprism.config import positive, setting
+from fedprism.errors import ConfigError
+from fedprism.methods import leaves, register
+from fedprism.methods.base import Kind, Me, Net, Now, State, Upload
+from fedprism.methods.fedprox import FedProx
+
+
+@register
+@dataclass(frozen=True)
+class FedAMP(FedProx):  # a client trains as in FedProx, near a received model that is its own
+    id = "fedamp"
+    paper = "Huang et al., Personalized Cross-Silo Federated Learning on Non-IID Data, AAAI 2021"
+    idea = "The server mixes a cloud model for each client, mostly of those near it; the client starts and stays there."
+    shares = "the whole model; each client is sent a mixture of its own"
+    group = "mixture"
+    reveals = "a mixture of the other clients' models, in which near ones weigh most"
+    weighting = "contribution"
+    moment = "trained"
+    has_global = False
+    shows = {**FedProx.shows, "weight/own": "share of a client's own model in its next cloud model"}
+
+    mu: float = setting(0.1, "weight of the pull, mu/2 |w - cloud|^2: lambda/alpha", lambda v: v >= 0, "0 or more")
+    sigma: float | None = setting(None, "scale of squared distances; null: their median", positive, "above 0")
+    alpha: float | None = setting(None, "step of the mixing; null: sigma / clients", positive, "above 0")
+
+    # The server keeps everybody's last upload (`LEAF/all`), who has sent one, and how they are mixed: a row a client,
+    # and the last one for strangers. What these get (`model/LEAF`) also says of which kind an upload must be.
+    def server(self, model: Net, now: Now) -> State:
+        count, first = len(now.info.clients), super().server(model, now)
+        if self.alpha and self.alpha * (count - 1) > (self.sigma or 0):
+            raise ConfigError(
+                f"method.alpha is {self.alpha}, method.sigma {self.sigma}; with {count} clients alpha may be at most "
+                f"sigma / {count - 1}, else a client's own weight could be below 0. Set both, or leave alpha at null."
+            )
+        mix = torch.eye(count, dtype=torch.float64)
+        state = {"sent": torch.zeros(count, dtype=torch.bool), "mix": torch.cat([mix, mix[:1]])}
+        kept = {f"{n}/all": torch.stack([t] * count) for n, t in first.items()}
+        return {**state, **kept, **{f"model/{n}": t for n, t in first.items()}}
+
+    def send(self, server: State, client: str | None, now: Now) -> State:
+        row = server["mix"][now.info.place[client] if client in now.info.clients else -1]
+        return {n: mixed(row, server[f"{n}/all"]) for n in now.shared}
+
+    def uploads(self, model: Net, now: Now) -> Mapping[str, Kind]:
+        return {f"model/{n}": kind for n, kind in super().uploads(model, now).items()}
+
+    def upload(self, me: Me, now: Now) -> State:
+        return {f"model/{n}": t for n, t in super().upload(me, now).items()}
+
+    def aggregate(self, server: State, uploads: Sequence[Upload], now: Now) -> State:
+        count, at = len(now.info.clients), torch.tensor([now.info.place[u.client] for u in uploads], device=now.device)
+        new = {n: torch.stack([u.state[f"model/{n}"] for u in uploads]).detach() for n in now.shared}
+        kept = {n: server[f"{n}/all"].index_copy(0, at, rows) for n, rows in new.items()}
+        sent = server["sent"].index_fill(0, at, True)
+        known = sent.nonzero().flatten()
+        far = distances(kept[n][known] for n in leaves.parameters(now.info.arch.hollow()) if n in kept)
+        mix = (sent.double() / len(known)).repeat(count + 1, 1)  # who has sent nothing yet is a stranger: a plain mean
+        mix[known[:, None], known] = self.attention(far, count)
+        for upload, own in zip(uploads, mix.diagonal()[at].tolist(), strict=True):
+            now.log("weight/own", upload.client, own)
+        plain = {f"model/{n}": mixed(mix[-1], rows) for n, rows in kept.items()}
+        return {"sent": sent, "mix": mix, **{f"{n}/all": rows for n, rows in kept.items()}, **plain}
+
+    def attention(self, far: Tensor, count: int) -> Tensor:
+        """xi_kj = alpha A'(|w_k - w_j|^2) with A'(x) = exp(-x / sigma) / sigma; the rest is a client's own weight."""
+        pairs = far[~torch.eye(len(far), dtype=torch.bool, device=far.device)]
+        sigma = self.sigma or (float(pairs.median().clamp(min=1e-300)) if len(pairs) else 1.0)
+        xi = (-far / sigma).exp() * (self.alpha / sigma if self.alpha else 1 / count)
+        return xi.fill_diagonal_(0) + (1 - xi.sum(1)).diag()
+
+
+def distances(models: Iterable[Tensor]) -> Tensor:
+    """|w_k - w_j|^2, `[clients, clients]`, from leaves `[clients, ...]`; in double, as it is a small difference."""
+    vectors = (rows.reshape(len(rows), -1).double() for rows in models)
+    return torch.stack([torch.cdist(w, w).square() for w in vectors]).sum(0)
+
+
+def mixed(weights: Tensor, rows: Tensor) -> Tensor:
+    """The weighted mean of `[clients, ...]`; whole-number counters are rounded."""
+    if not rows.is_floating_point():
+        return mixed(weights, rows.double()).round().to(rows.dtype)
+    return (weights.to(rows.dtype) @ rows.reshape(len(rows), -1)).view(rows.shape[1:])
