@@ -43,6 +43,7 @@ _FILES = (
     "fml",
     "feddyn",
     "fedamp",
+    "pfedvem",
     "fedcp",
     "fed_co2",
     "fedpick",

@@ -1,0 +1,124 @@
+"""pFedVEM (Zhu et al., CVPR 2023): Gaussian heads around a common one, to which confident clients add more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy, softplus
+
+from fedprism.config import positive, setting
+from fedprism.methods import leaves, register
+from fedprism.methods.base import Arch, Draw, Info, Kind, Me, Method, Net, Now, Pass, State, Upload
+from fedprism.methods.states import average, load
+
+
+@register
+@dataclass(frozen=True)
+class PFedVEM(Method):
+    id = "pfedvem"
+    paper = (
+        "Zhu et al., Confidence-aware Personalized Federated Learning via Variational Expectation Maximization, "
+        "CVPR 2023"
+    )
+    idea = "Body shared; heads are Gaussian and near a common one, to which confident clients add more."
+    shares = "the body, the mean of the head and one number for its confidence"
+    stays = "the Gaussian head: a mean and a deviation of every weight"
+    group = "split"
+    trainers = broadcast = "all"
+    moment = "trained"
+    has_global = True
+    shows = {"kl": "divergence of the head from its prior", "rho": "the prior's deviation; small is confident"}
+
+    samples: int = setting(5, "heads that are drawn in a step", positive, "1 or more")
+    sigma: float = setting(0.1, "first deviation of the head's weights", lambda v: 0 < v < 100, "above 0, below 100")
+    head_steps: int = setting(10, "steps on the head in a round, each on all images", positive, "1 or more")
+    head_batch: int = setting(1024, "images of such a step at most; then they stand for all", positive, "1 or more")
+    head_lr: float | None = setting(None, "learning rate of the head; null: that of the body", positive, "above 0")
+    kl: float = setting(1.0, "weight of the divergence from the prior", lambda v: v >= 0, "0 or more")
+
+    def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
+        model = arch.model(seed)
+        mu = flat(model.head).detach()
+        model.register_parameter("spread", nn.Parameter(torch.full_like(mu, math.log(math.expm1(self.sigma)))))
+        model.register_buffer("common", mu)
+        model.register_buffer("rho2", mu.new_zeros(()))  # 0: this client has not trained yet
+        return model
+
+    def shared(self, model: Net, now: Now) -> Collection[str]:
+        return set(leaves.everything(model)) - {"spread", "rho2", *(f"head.{name}" for name in gaussian(model.head))}
+
+    def uploads(self, model: Net, now: Now) -> Mapping[str, Kind]:
+        return {**super().uploads(model, now), "common": "weights", "rho2": "scalar"}
+
+    def receive(self, me: Me, now: Now) -> None:
+        load(me.model, now.down)
+        mu = torch.where(me.model.rho2 > 0, flat(me.model.head), me.model.common)
+        load(me.model.head, named(me.model.head, mu))
+
+    def start(self, me: Me, now: Now) -> None:
+        me.model.rho2.copy_(squares(me.model).mean().clamp(min=1e-12))  # the M-step
+        me.log("rho", me.model.rho2.sqrt())
+        me.keep("images", torch.full((), float(len(now.local.train)), device=now.device))
+
+    def passes(self, me: Me, now: Now) -> list[Pass]:
+        body, most = set(self.shared(me.model, now)) - {"common"}, self.head_steps
+        head, rate = set(leaves.parameters(me.model)) - body, {} if self.head_lr is None else {"lr": self.head_lr}
+        full = Pass(self.e_step, "head", head, epochs=most, steps=most, batch=self.head_batch, optimizer=rate)
+        return [full, Pass(self.loss, "body", body)]
+
+    def e_step(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
+        rho2, sigma = me.model.rho2, softplus(me.model.spread)
+        kl = 0.5 * (squares(me.model) / rho2 - 1 + rho2.log() - 2 * sigma.log()).sum()
+        me.log("kl", kl)
+        return self.loss(me, x, y) + (self.kl * kl / me["images"] if self.kl else 0.0)
+
+    def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
+        z, head, mu = me.model.body(x), me.model.head, flat(me.model.head)
+        drawn = mu + softplus(me.model.spread) * normal(me.draw("head", self.samples, len(mu)))
+        scores = [functional_call(head, named(head, weights), z) for weights in drawn]
+        return torch.stack([cross_entropy(each, y) for each in scores]).mean()
+
+    def upload(self, me: Me, now: Now) -> State:
+        return {**super().upload(me, now), "common": flat(me.model.head), "rho2": me.model.rho2}
+
+    def aggregate(self, server: State, uploads: Sequence[Upload], now: Now) -> State:
+        sure = [1 / rho2 for rho2 in torch.stack([u.state["rho2"] for u in uploads]).tolist()]
+        common = average([{"common": u.state["common"]} for u in uploads], [each / sum(sure) for each in sure])
+        rest = [replace(u, state={name: u.state[name] for name in server}) for u in uploads]
+        return {**super().aggregate(server, rest, now), **common}
+
+    def predict_global(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
+        scores: Tensor = functional_call(model.head, named(model.head, model.common), model.body(x))
+        return scores
+
+
+def gaussian(head: nn.Module) -> State:
+    """The parameters of the head's fully connected layers; norm layers are ordinary ones, as in the body."""
+    layers = {name for name, part in head.named_modules() if isinstance(part, nn.Linear)}
+    return {name: p for name, p in head.named_parameters() if name.rpartition(".")[0] in layers}
+
+
+def flat(head: nn.Module) -> Tensor:
+    return torch.cat([p.flatten() for p in gaussian(head).values()])
+
+
+def named(head: nn.Module, weights: Tensor) -> State:
+    """The parameters that a flat vector holds."""
+    own = gaussian(head)
+    pieces = torch.split(weights, [p.numel() for p in own.values()])
+    return {name: piece.view_as(p) for (name, p), piece in zip(own.items(), pieces, strict=True)}
+
+
+def squares(model: Net) -> Tensor:
+    """sigma^2 + (mu - m)^2 of every weight of the head."""
+    return softplus(model.spread).square() + (flat(model.head) - model.common).square()
+
+
+def normal(uniform: Tensor) -> Tensor:
+    """Standard normal noise from uniform noise in [0, 1), finite at both ends."""
+    return math.sqrt(2) * torch.erfinv(2 * uniform.clamp(2**-25, 1 - 2**-24) - 1)
