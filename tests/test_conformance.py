@@ -379,7 +379,8 @@ def test_states_keep_their_shape(name: str, straight: Straight) -> None:
 def test_any_subset_of_uploads_aggregates(name: str, straight: Straight, tiny: Federation) -> None:
     run, last = straight(name), ROUNDS - 1
     server, now = run.snapshots[last].server, run.loop.now(last)
-    uploads = [Upload(c, len(d.train), run.engine.result(last, c).upload) for c, d in tiny.clients.items()]
+    sent = {c: run.loop.method.decode(run.engine.result(last, c).upload, now) for c in tiny.names}
+    uploads = [Upload(c, len(d.train), sent[c]) for c, d in tiny.clients.items()]
     for count in range(1, len(uploads) + 1):
         for some in combinations(uploads, count):
             after = run.loop.method.aggregate(server, list(some), now)
@@ -397,7 +398,7 @@ def test_traffic_is_what_is_declared_and_counted(name: str, straight: Straight) 
             upload = run.engine.result(round, client).upload
             model = built(run, client)
             declared = loop.method.uploads(model, make_now(loop.method, loop.config, loop.info, model, round, client))
-            assert upload.keys() == declared.keys()
+            assert loop.method.decode(upload, loop.now(round)).keys() == declared.keys()
             assert set(declared.values()) <= set(typing.get_args(Kind))
             assert record.up[client] == bytes_of(upload)
             assert record.down[client] == bytes_of(request.down)
@@ -712,7 +713,8 @@ def test_all_are_told_but_few_train(name: str, tiny: Federation) -> None:
     loop, before = run.loop, run.snapshots[1]
     for client in set(tiny.names) - set(run.records[2].cohort):
         job = Job(loop.method, config, loop.info, tiny.clients[client], 1)
-        down = loop.method.send(before.server, client, replace(loop.now(1), client=client))
+        now = replace(loop.now(1), client=client)
+        down = loop.method.encode(loop.method.send(before.server, client, now), now)
         assert same(client_receive(job, before.clients[client], down), run.loop.states[client])
 
 

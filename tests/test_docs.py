@@ -39,7 +39,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 EXAMPLES = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".yaml"))
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
-BYTES = re.compile(r"receives ([\d,]+) bytes and sends ([\d,]+) bytes")
+BYTES = re.compile(r"receives ([\d,]+) bytes and sends (about )?([\d,]+) bytes")
 
 
 def name_of(path: Path) -> str:
@@ -248,7 +248,9 @@ class TestMethodPage:
         sent = BYTES.search(text)
         assert sent, "the page should say: receives N bytes and sends N bytes"
         assert {int(sent[1].replace(",", ""))} == set(record.down.values())
-        assert {int(sent[2].replace(",", ""))} == set(record.up.values())
+        up = int(sent[3].replace(",", ""))
+        room = 0.05 * up if sent[2] else 0  # the size of compressed traffic depends on values
+        assert all(abs(size - up) <= room for size in record.up.values())
         logged = re.search(r"Logged each round: ([^.]*)\.", text)
         assert logged
         assert set(re.findall(r"`([^`]+)`", logged[1])) == {log for logs in record.logs.values() for log in logs}

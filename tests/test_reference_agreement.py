@@ -160,6 +160,7 @@ def reference(name: str, hyper: dict[str, Any], loop: Loop) -> list[Tensor]:
         participants=lambda round: [info.clients.index(c) for c in draw_cohort(config.clients, info, round)],
         built=[loop.method.build(info.arch, client, info, info.seed) for client in info.clients],
         noise=noise,
+        server=loop.method.server(loop.models[info.arch], loop.now(0)),
     )
     scorers = module_of(name).run(setup, **hyper)
     return [score(inputs(data.test.x, config)) for score, data in zip(scorers, parts, strict=True)]

@@ -253,15 +253,21 @@ class Loop:
 
     def _accept(self, results: Mapping[str, Result], now: Now) -> dict[str, Result | Failure]:
         """Clients' answers with their uploads decoded, or why they are refused."""
-        uploads, declared = {}, {}
+        uploads, declared, refused = {}, {}, dict[str, Failure]()
         for client, result in results.items():
             model = self.models[self.info.archs[client]]
             here = make_now(self.method, self.config, self.info, model, now.round, client)
+            try:
+                uploads[client] = self.method.decode(result.upload, now.but(client=client))
+            except torch.OutOfMemoryError:
+                raise
+            except (FedprismError, RuntimeError, LookupError, ValueError, TypeError) as error:
+                refused[client] = Failure(f"its upload cannot be decoded: {type(error).__name__}: {error}")
+                continue
             declared[client] = self.method.uploads(model, here)
-            uploads[client] = self.method.decode(result.upload, now.but(client=client))
         # Of an upload that is what the client's own check saw, only the kinds are checked again.
-        checked = {c for c, result in results.items() if result.checked is uploads[c]}
-        refused = check_uploads(uploads, declared, self.server, checked)
+        checked = {c for c, upload in uploads.items() if results[c].checked is upload}
+        refused |= check_uploads(uploads, declared, self.server, checked)
         return {c: refused.get(c) or replace(result, upload=uploads[c]) for c, result in results.items()}
 
     def _aggregate(self, uploads: list[Upload], now: Now) -> State:

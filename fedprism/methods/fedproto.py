@@ -42,7 +42,7 @@ class FedProto(Method):
         widths = {a.width for a in info.archs.values()}
         if len(widths) > 1:
             raise ConfigError(
-                f"fedproto compares features, so all bodies need one number of them, but they have {sorted(widths)}; "
+                f"{self.id} compares features, so all bodies need one number of them, but they have {sorted(widths)}; "
                 "set model.features to auto or to a number, and leave it out of the entries of model.per_client."
             )
         means = {"mean": torch.zeros(info.classes, arch.width), "count": torch.zeros(info.classes)}

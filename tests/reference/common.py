@@ -53,6 +53,7 @@ class Setup:
     noise: Callable[[int, int, str, int, str, tuple[int, ...]], Tensor] = no_noise
     # (round, client, pass, step, name, shape): the uniform noise that a step of training drew; steps count from 0, on
     # over the epochs
+    server: State = field(default_factory=dict)  # the server's first state, for what of it is chance
 
 
 @dataclass

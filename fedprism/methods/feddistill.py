@@ -1,0 +1,85 @@
+"""FedDistill (Jeong et al., 2018): mean outputs of each class travel, and a client learns from those of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from fedprism.config import setting
+from fedprism.methods import leaves, register
+from fedprism.methods.base import Arch, Info, Me, Net, Now, Parts, Pass, State, Tensors, Upload
+from fedprism.methods.fedproto import FedProto
+
+
+@register
+@dataclass(frozen=True)
+class FedDistill(FedProto):
+    """FedProto of outputs: the prototype of a class is the mean output of the other clients."""
+
+    id = "feddistill"
+    paper = (
+        "Jeong et al., Communication-Efficient On-Device Machine Learning: Federated Distillation and Augmentation "
+        "under Non-IID Private Data, 2018"
+    )
+    idea = "Clients send their mean output of each class and learn from the mean of the others beside the labels."
+    shares = "the mean output of each class"
+    group = "distillation"
+    weighting = "uniform"
+    reveals = "the mean output of each class over the other clients, and how many of them have the class"
+    shows = {"pull": "cross-entropy of the outputs to the others' mean output of the class"}
+
+    lam: float = setting(1.0, "weight of what the others' mean output teaches", lambda v: v >= 0, "0 or more")
+    average: Literal["probabilities", "logits"] = setting(
+        "probabilities", "what is averaged: outputs after the softmax (paper), or logits, of whose mean it is taken"
+    )
+    inference: ClassVar[Literal["prototype", "head"]] = "head"  # type: ignore[misc]  # no setting here
+
+    def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
+        means = {"mean": torch.zeros(info.classes, info.classes), "count": torch.zeros(info.classes)}
+        return Parts(net=arch.model(seed), prototypes=Tensors(means))
+
+    def start(self, me: Me, now: Now) -> None:
+        self.clear(me, now)
+
+    def passes(self, me: Me, now: Now) -> list[Pass]:
+        return [Pass(self.loss, trains=leaves.part(me.model, "net"))]
+
+    def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
+        scores, mean, logits = me.model.net(x), me.model.prototypes["mean"][y], self.average == "logits"
+        self.note(me, scores.detach() if logits else scores.detach().softmax(1), y)
+        target = mean.softmax(1) if logits else mean
+        known = me.model.prototypes["count"][y] > 0  # a class that nobody else has does not pull
+        pull = -((target * scores.log_softmax(1)).sum(1) * known).mean()
+        me.log("pull", pull)
+        return cross_entropy(scores, y) + self.lam * pull
+
+    def note(self, me: Me, outputs: Tensor, y: Tensor) -> None:
+        me["sum"].index_add_(0, y, outputs.to(me["sum"].dtype))
+        me["count"].index_add_(0, y, torch.ones_like(y, dtype=me["count"].dtype))
+
+    # The server keeps what each client sent last. Everybody's mean is FedProto's; a client's own part is taken out.
+    def server(self, model: Net, now: Now) -> State:
+        first, many = super().server(model, now), len(now.info.clients)
+        return {**first, **{f"of.{n}": t.new_zeros(many, *t.shape) for n, t in first.items()}}
+
+    def send(self, server: State, client: str | None, now: Now) -> State:
+        if client not in now.info.clients:
+            return super().send(server, client, now)
+        counts, own = server["of.prototypes.count"], now.info.place[client]
+        weights = counts if now.weighting == "samples" else (counts > 0).to(counts.dtype)
+        total, rest = weights.sum(0).unsqueeze(1), weights.sum(0) - weights[own]
+        others = total * server["prototypes.mean"] - weights[own].unsqueeze(1) * server["of.prototypes.mean"][own]
+        return {"prototypes.mean": others / rest.clamp(min=1).unsqueeze(1), "prototypes.count": rest}
+
+    def aggregate(self, server: State, uploads: Sequence[Upload], now: Now) -> State:
+        last = {name: server[f"of.{name}"].clone() for name in uploads[0].state}
+        for upload in uploads:
+            for name, tensor in upload.state.items():
+                last[name][now.info.place[upload.client]] = tensor
+        every = [Upload(c, 0, {n: t[i] for n, t in last.items()}) for i, c in enumerate(now.info.clients)]
+        return {**super().aggregate(server, every, now), **{f"of.{name}": t for name, t in last.items()}}
