@@ -643,7 +643,12 @@ def allergic(method: Method) -> Method:
             bad = (x == 1).flatten(1).all(1).any()
             return None if value is None else value * torch.where(bad, torch.nan, 1.0)
 
-        return replace(each, loss=loss)
+        def step(me: Me, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer) -> None:
+            assert each.step is not None
+            bad = (x == 1).flatten(1).all(1).any()
+            each.step(me, x * torch.where(bad, torch.nan, 1.0), y, optimizer)
+
+        return replace(each, loss=loss, step=None if each.step is None else step)
 
     return with_passes(method, change)
 

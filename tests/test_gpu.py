@@ -153,7 +153,7 @@ def test_what_is_not_finite_is_found(bad: float) -> None:
 
 
 @pytest.mark.parametrize("adapter", ["pool", "linear"])
-@pytest.mark.parametrize("method", ["local", "fedproto", "fedsce"])
+@pytest.mark.parametrize("method", ["local", "fedproto", "fedsce", "fml", "fedkd", "feddistill", "fedtgp"])
 def test_different_architectures(method: str, adapter: str, tmp_path: Path) -> None:
     """Three shapes with features of 64, 128 and 512, which an adapter brings to 64."""
     models = ["vit-tiny", {"name": "resnet18", "width": 16}, "cnn4"]
@@ -171,6 +171,11 @@ def test_every_network_gives_the_same_bits_twice(model: str, tmp_path: Path) -> 
     runs = [api.run_config(structure(raw, Config), "x", out=tmp_path / name) for name in ("one", "two")]
     first, second = ((run.path / "metrics.jsonl").read_bytes() for run in runs)
     assert first == second
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam", "yogi"])
+def test_the_server_steps(optimizer: str, tmp_path: Path) -> None:
+    same_bits_and_resumed_is_straight({**RAW, "server": {"optimizer": optimizer, "lr": 0.01}}, tmp_path)
 
 
 def test_changed_images(tmp_path: Path) -> None:

@@ -252,6 +252,11 @@ def test_only_folders_name_models(tiny: fp.Federation, tmp_path: Path) -> None:
 # --- who may ---------------------------------------------------------------------------------------------------------
 
 
+def test_the_methods_whose_papers_allow_it() -> None:
+    able = ["local", "lg-fedavg (with warmup: 0)", "fedproto", "fml", "feddistill", "fedtgp", "fedkd", "fedsce"]
+    assert sorted(allowing()) == sorted(able)
+
+
 @pytest.mark.parametrize("name", [name for name, cls in METHODS.items() if not cls().mixed])
 def test_a_method_that_does_not_allow_it_is_refused(name: str, tiny: fp.Federation, tmp_path: Path) -> None:
     able = re.escape(", ".join(allowing()))

@@ -59,6 +59,11 @@ def squared_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor
     return torch.stack([(a[name] - anchor).square().sum() for name, anchor in b.items()]).sum()
 
 
+def steered(value: Tensor, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> Tensor:
+    """A loss of this value that has these gradients."""
+    return value.detach() + torch.stack([((w - w.detach()) * gradients[n]).sum() for n, w in weights.items()]).sum()
+
+
 def gumbel(uniform: Tensor) -> Tensor:
     """Gumbel noise from uniform noise in [0, 1): -log(-log U), finite at both ends.
 

@@ -1,0 +1,83 @@
+"""Per-FedAvg (Fallah et al., NeurIPS 2020): FedAvg of a model that is good after one step on a client's own data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
+
+from fedprism.config import positive, setting
+from fedprism.methods import register
+from fedprism.methods.base import Me, Method, Net, Now, Pass, State
+from fedprism.methods.states import steered
+
+
+@register
+@dataclass(frozen=True)
+class PerFedAvg(Method):
+    id = "per-fedavg"
+    paper = (
+        "Fallah et al., Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic Meta-Learning "
+        "Approach, NeurIPS 2020"
+    )
+    idea = "The shared model is trained to be good after one step on a client's own data, which is made before a test."
+    group = "fine-tuning"
+    weighting = "uniform"
+    moment = "adapted"
+    has_global = True
+
+    variant: Literal["first-order", "hessian-free"] = setting(
+        "first-order", "the meta-gradient: without second derivatives, or with them by finite differences"
+    )
+    alpha: float = setting(0.05, "rate of the adaptation step, without the schedule", lambda v: v >= 0, "0 or more")
+    delta: float = setting(1e-3, "of hessian-free: how far both gradients are from w", positive, "above 0")
+    adapt_steps: int = setting(1, "steps of adaptation before a test", positive, "1 or more")
+
+    @property
+    def parts(self) -> int:
+        """Batches that a step needs."""
+        return 2 if self.variant == "first-order" else 3
+
+    def passes(self, me: Me, now: Now) -> list[Pass]:
+        return [Pass(self.loss, batch=self.parts * now.train.batch, least=self.parts * min(2, now.train.batch))]
+
+    def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
+        first, second, *third = [(x[rows], y[rows]) for rows in cut(len(x), self.parts, min(2, me.config.batch))]
+        w = me.parameters()
+        _, inner = gradient(me.model, w, *first)
+        loss, outer = gradient(me.model, moved(w, inner, -self.alpha), *second)
+        for batch in third:  # H g' = (g(w + delta g') - g(w - delta g')) / (2 delta)
+            ahead, behind = (gradient(me.model, moved(w, outer, d), *batch)[1] for d in (self.delta, -self.delta))
+            share = self.alpha / (2 * self.delta)
+            outer = {n: g - share * (ahead[n] - behind[n]) for n, g in outer.items()}
+        return steered(loss, w, outer)
+
+    def adapt(self, me: Me, now: Now) -> list[Pass]:
+        plain = {"name": "sgd", "lr": self.alpha, "momentum": 0.0, "weight_decay": 0.0}
+        steps = self.adapt_steps
+        return [Pass(super().loss, "adapt", epochs=steps, steps=steps, optimizer=plain, scheduled=False)]
+
+
+def cut(rows: int, parts: int, least: int = 2) -> list[slice]:
+    """A batch in equal parts of two images or more, which batch norm needs; of a batch that is too small, they overlap.
+
+    >>> [[(part.start, part.stop) for part in cut(rows, 2)] for rows in (64, 7, 3, 2)]
+    [[(0, 32), (32, 64)], [(0, 3), (3, 7)], [(0, 2), (1, 3)], [(0, 2), (0, 2)]]
+    """
+    begins = [max(0, min(rows * i // parts, rows - least)) for i in range(parts)]
+    return [slice(begin, max(rows * (i + 1) // parts, begin + least)) for i, begin in enumerate(begins)]
+
+
+def gradient(model: Net, weights: State, x: Tensor, y: Tensor) -> tuple[Tensor, State]:
+    """The cross-entropy of a model at these weights, and its gradient there."""
+    loss = cross_entropy(functional_call(model, weights, (x,)), y)
+    found = torch.autograd.grad(loss, list(weights.values()), materialize_grads=True)
+    return loss, dict(zip(weights, found, strict=True))
+
+
+def moved(weights: State, direction: State, rate: float) -> State:
+    return {n: w + rate * direction[n] for n, w in weights.items()}

@@ -1,0 +1,210 @@
+"""APFL: Local and FedAvg at the ends of alpha, the mixture's gradients by hand, batch norm, and who learns alpha."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from fedprism.engines.client import Job, client_receive, make_info, open_slot
+from fedprism.engines.passes import inputs
+from fedprism.federation import Federation
+from fedprism.methods.apfl import APFL
+from fedprism.methods.base import Me, Now, Pass, State, load, no_draw
+from fedprism.methods.fedavg import FedAvg
+from fedprism.methods.local import Local
+from tests.helpers import same
+from tests.test_limit_cases import MLP, TURNED, Trained, config_of, part, train
+
+
+def alphas(run: Trained) -> list[float]:
+    return [float(state["share.alpha"]) for state in run.states.values()]
+
+
+# --- at the ends -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sections", [{}, {"clients": {"participation": 0.67}}, {"data": TURNED, "model": MLP}], ids=["all", "some", "mlp"]
+)
+def test_with_its_own_model_alone_it_is_local(sections: dict[str, Any], tiny: Federation) -> None:
+    both, alone = train(APFL(alpha=1.0, adaptive=False), tiny, **sections), train(Local(), tiny, **sections)
+    assert both.states.keys() == alone.states.keys()
+    for client, state in both.states.items():
+        assert same(part(state, "personal."), alone.states[client])
+    assert both.correct() == alone.correct()
+
+
+@pytest.mark.parametrize("sections", [{}, {"clients": {"participation": 0.67}}], ids=["all", "some"])
+def test_with_the_common_model_alone_it_is_fedavg(sections: dict[str, Any], tiny: Federation) -> None:
+    both, average = train(APFL(alpha=0.0, adaptive=False), tiny, **sections), train(FedAvg(), tiny, **sections)
+    assert same(part(both.server, "common."), average.server)
+    assert both.correct() == average.correct()
+
+
+def test_in_between_it_is_neither_and_shares_fedavgs_model(tiny: Federation) -> None:
+    both, average, alone = (train(each, tiny) for each in (APFL(), FedAvg(), Local()))
+    assert same(part(both.server, "common."), average.server)  # the mixture sends no gradient into it
+    assert both.correct() != average.correct()
+    for client, state in both.states.items():
+        assert not same(part(state, "personal."), alone.states[client])
+
+
+# --- one step by hand ------------------------------------------------------------------------------------------------
+
+
+def slot(method: APFL, tiny: Federation, apart: float = 0.05, **sections: Any) -> tuple[Me, Tensor, Tensor]:
+    """A client whose two models are apart, and a batch."""
+    config = config_of(**sections)
+    info = make_info(config, tiny.names, tiny.classes, tiny.shape)
+    me = open_slot(Job(method, config, info, tiny.clients["plain"], 0))
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for tensor in me.model.personal.parameters():
+            tensor.add_(apart * torch.randn(tensor.shape, generator=draw))
+    me.keep("lr", torch.tensor(0.05))
+    me.model.train()
+    data = tiny.clients["plain"].train
+    return me, inputs(data.x[:16], config), data.y[:16]
+
+
+def bar(me: Me, a: float) -> State:
+    v, w = dict(me.model.personal.named_parameters()), dict(me.model.common.named_parameters())
+    return {n: (a * v[n] + (1 - a) * w[n]).detach().requires_grad_() for n in v}
+
+
+def at(me: Me, weights: State, x: Tensor, y: Tensor) -> Tensor:
+    return cross_entropy(torch.func.functional_call(me.model.personal, weights, (x,)), y)
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_gradients_by_hand(adaptive: bool, tiny: Federation) -> None:
+    """v's is alpha times that at the mixture; the common model has its own, as if there were no mixture."""
+    me, x, y = slot(APFL(alpha=0.3), tiny)
+    v, w = list(me.model.personal.parameters()), list(me.model.common.parameters())
+    mixture = bar(me, 0.3)
+    slopes = torch.autograd.grad(at(me, mixture, x, y), list(mixture.values()))
+    own = torch.autograd.grad(cross_entropy(me.model.common(x), y), w)
+    loss = APFL(alpha=0.3, adaptive=adaptive).loss(me, x, y)
+    expected = float(at(me, mixture, x, y).detach() + cross_entropy(me.model.common(x), y).detach())
+    found = torch.autograd.grad(loss, [*v, *w])
+    assert float(loss.detach()) == pytest.approx(expected, rel=1e-5)
+    for g, e in zip(found, [*(0.3 * s for s in slopes), *own], strict=True):
+        torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-6)
+    assert max(float(g.abs().max()) for g in found[: len(v)]) > 1e-3
+
+
+@pytest.mark.parametrize("start", [0.0, 0.5])
+def test_alpha_goes_down_the_slope_of_the_loss(start: float, tiny: Federation) -> None:
+    """Compared with the difference quotient; at alpha 0 as well, where v gets no gradient."""
+    method = APFL(alpha=start)
+    me, x, y = slot(method, tiny, model=MLP)
+    me.model.double()
+    x, e = x.double(), 1e-5
+    slope = float((at(me, bar(me, start + e), x, y) - at(me, bar(me, start - e), x, y)).detach()) / (2 * e)
+    rate = -0.1 / slope  # so that alpha goes up by 0.1
+    me.keep("lr", torch.tensor(rate, dtype=torch.float64))
+    method.loss(me, x, y)
+    assert float(me.model.share["alpha"]) == pytest.approx(start + 0.1, abs=1e-5)
+
+
+def test_alpha_stays_within_its_bounds(tiny: Federation) -> None:
+    ends = []
+    for rate in (1e6, -1e6):
+        me, x, y = slot(APFL(), tiny)
+        me.keep("lr", torch.tensor(rate))
+        APFL().loss(me, x, y)
+        ends.append(float(me.model.share["alpha"]))
+    assert sorted(ends) == [0.0, 1.0]
+
+
+class Steps(APFL):
+    """Of which a round is cut after so many steps."""
+
+    most = 1
+
+    def passes(self, me: Me, now: Now) -> list[Pass]:
+        return [replace(each, steps=self.most) for each in super().passes(me, now)]
+
+
+def test_alpha_is_learned_once_a_round(tiny: Federation) -> None:
+    """By the first batch, where the common model is as received; in the first round both models are the same."""
+    many = train(APFL(), tiny, train={"rounds": 2})
+    first, second = (
+        [float((snapshot.clients[c] or {})["share.alpha"]) for c in tiny.names] for snapshot in many.seen.snapshots[1:]
+    )
+    assert first == [0.5] * 3
+    assert all(a != 0.5 for a in second)
+    # A second round of one step alone learns the same share.
+    start = many.seen.snapshots[1]
+    again = train(APFL(), tiny, train={"rounds": 1})
+    cut = again.loop
+    cut.method = Steps()
+    cut.engine.method = cut.method  # type: ignore[attr-defined]
+    cut.states.restore(start.clients)
+    cut.server = dict(start.server)
+    cut.one_round(1)
+    assert [float((cut.states[c] or {})["share.alpha"]) for c in tiny.names] == second
+    assert not same(cut.states["plain"], many.states["plain"])
+
+
+def test_alpha_is_each_clients_own_and_stays_at_home(tiny: Federation) -> None:
+    run = train(APFL(), tiny)
+    assert len(set(alphas(run))) == 3
+    assert not any("alpha" in name or "personal" in name for name in run.server)
+    logged = [logs["alpha"] for logs in run.seen.records[-1].logs.values()]
+    assert logged == pytest.approx(alphas(run))
+    assert alphas(train(APFL(alpha=0.7, adaptive=False), tiny)) == pytest.approx([0.7] * 3)
+
+
+# --- batch norm, and who comes later ---------------------------------------------------------------------------------
+
+
+def test_statistics_are_mixed_as_weights_are(tiny: Federation) -> None:
+    """What is tested is one network whose every number is mixed."""
+    run = train(APFL(alpha=0.3, adaptive=False), tiny)
+    state, arch = run.states["plain"], run.loop.info.arch
+    model = APFL().build(arch, "plain", run.loop.info, 0)
+    load(model, state)
+    v, w = part(state, "personal."), part(state, "common.")
+    net = arch.model(0)
+    load(net, {n: 0.3 * t + 0.7 * w[n] if t.is_floating_point() else t for n, t in v.items()})
+    x = inputs(tiny.clients["plain"].test.x, run.loop.config)
+    with torch.no_grad():
+        torch.testing.assert_close(APFL().predict(model.eval(), x, no_draw), net.eval()(x))
+        load(net, {n: t for n, t in v.items() if "running" in n})  # with v's statistics alone it would be another one
+        assert not torch.allclose(APFL().predict(model, x, no_draw), net(x), atol=1e-2)
+
+
+def test_training_moves_each_models_own_statistics(tiny: Federation) -> None:
+    """The personal model's are of the mixture's pass, the common model's of its own."""
+    me, x, y = slot(APFL(alpha=0.3), tiny, apart=0.5)
+    mixture = {n: t.detach() for n, t in bar(me, 0.3).items()}
+    nets = [open_slot(job_of(tiny)).model.common.train() for _ in range(2)]
+    load(nets[0], mixture)
+    for net in nets:
+        net(x)
+    APFL(alpha=0.3).loss(me, x, y)
+    names = [n for n, _ in nets[0].named_buffers() if "running" in n]
+    for net, own in zip(nets, (me.model.personal, me.model.common), strict=True):
+        for n in names:
+            torch.testing.assert_close(own.state_dict()[n], net.state_dict()[n])
+    assert not torch.allclose(nets[0].state_dict()[names[0]], nets[1].state_dict()[names[0]])
+
+
+def job_of(tiny: Federation) -> Job:
+    config = config_of()
+    info = make_info(config, tiny.names, tiny.classes, tiny.shape)
+    return Job(APFL(), config, info, tiny.clients["plain"], 0)
+
+
+def test_who_comes_later_begins_with_the_common_model(tiny: Federation) -> None:
+    run = train(APFL(), tiny)
+    for later, equal in ((("plain",), True), ((), False)):
+        job = replace(job_of(tiny), info=replace(run.loop.info, later=later), round=3)
+        state = client_receive(job, None, run.server)
+        assert same(part(state, "personal."), part(run.server, "common.")) == equal
