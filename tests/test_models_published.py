@@ -187,7 +187,8 @@ def texts() -> Federation:
 
 def settings(method: str, **others: Any) -> Config:
     train = {"rounds": 4, "epochs": 4, "batch": 8, "optimizer": {"lr": 0.5}}
-    weak = {"fedsce": {"mu": 0.1}, "feddyn": {"alpha": 0.1}}  # their own weights are too much at this rate
+    # Their own weights are too much at this rate.
+    weak = {"fedsce": {"mu": 0.1}, "feddyn": {"alpha": 0.1}, "pfedme": {"lam": 1.5, "personal_lr": 0.5}}
     named = {"name": method, **weak.get(method, {})}
     return structure({"method": named, "model": "fasttext", "train": train, **others}, Config)
 

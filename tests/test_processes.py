@@ -114,12 +114,12 @@ def assert_same(one: tuple[Loop, Collect], other: tuple[Loop, Collect]) -> None:
 
 @pytest.mark.parametrize("name", list(METHODS))
 def test_the_bits_of_inprocess(name: str, unequal: Federation, spare: Pool) -> None:
-    """Noise, augmentation, drop-outs, every moment; one, two and three workers."""
+    """Noise, augmentation, drop-outs, every moment; two workers, and of some methods one and three."""
     method = structure({}, METHODS[name], "method")
     config = structure(EVERYTHING, Config)
     reference = run(method, config, unequal)
     assert any(record.failed for record in reference[1].records)
-    for count in (1, 2, 3):
+    for count in (1, 2, 3) if name in ("fedpick", "scaffold", "fedkd") else (2,):
         engine = Borrowed.of(spare, count, method, config, unequal)
         assert_same(run(method, config, unequal, engine), reference)
 

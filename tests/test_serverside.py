@@ -275,6 +275,7 @@ def test_a_snapshot_of_another_optimiser_is_refused(unequal: Federation) -> None
             loop_for(FedAvg(), config_of(other), unequal).run([], kept.snapshots[1])
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_is_the_straight_run(tmp_path: Path) -> None:
     data = {"partition": {"name": "domain", "clients": 3}, "samples": 40}
     run_as = {"engine": "inprocess", "checkpoint_every": 3, "keep_rounds": [4]}

@@ -51,6 +51,8 @@ class FedTGP(FedProto):
         merged = super().aggregate(server, uploads, now)  # FedProto's: here it gives the margin
         means, counts = (torch.stack([u.state[f"prototypes.{leaf}"] for u in uploads]) for leaf in ("mean", "count"))
         points, labels = means[counts > 0], (counts > 0).nonzero()[:, 1]
+        if not len(labels):
+            return {**server, **merged}
         centres = merged["prototypes.mean"][(counts > 0).any(0)]
         apart = torch.cdist(centres, centres).fill_diagonal_(torch.inf).amin(1).amax().clamp(max=self.margin)
         for upload in uploads:
