@@ -15,6 +15,7 @@ from fedprism import keys
 from fedprism.config import setting
 from fedprism.methods import leaves, register
 from fedprism.methods.base import Arch, Draw, Info, Kind, Me, Method, Net, Now, Parts, Pass, Seen, State, Upload
+from fedprism.methods.collecting import of, owner, owners
 from fedprism.methods.states import average, load
 
 PAIR = ("online", "offline")
@@ -71,16 +72,16 @@ class FedCO2(Method):
         state, info = super().server(model, now), now.info
         for client in info.clients if self.inter != "none" else ():
             first: Net = model.offline if self.offline_start == "same" else self.offline(info.arch, client, info.seed)
-            state |= {_of(client, leaf): tensor.clone() for leaf, tensor in first.head.state_dict().items()}
+            state |= {of(client, leaf): tensor.clone() for leaf, tensor in first.head.state_dict().items()}
         return state
 
     def send(self, server: State, client: str | None, now: Now) -> State:
-        others = {name: tensor for name, tensor in server.items() if _owner(name) not in (None, client)}
+        others = {name: tensor for name, tensor in server.items() if owner(name) not in (None, client)}
         return {**super().send(server, client, now), **others}
 
     def aggregate(self, server: State, uploads: Sequence[Upload], now: Now) -> State:
-        heads = {n: t for u in uploads for n, t in u.state.items() if _owner(n) is not None and n in server}
-        online = [{n: t for n, t in u.state.items() if _owner(n) is None} for u in uploads]
+        heads = {n: t for u in uploads for n, t in u.state.items() if owner(n) is not None and n in server}
+        online = [{n: t for n, t in u.state.items() if owner(n) is None} for u in uploads]
         return {**server, **average(online, now.weights(uploads)), **heads}  # Eq. 2
 
     # --- the client: Algorithm 1; with neither transfer it is Algorithm 2 --------------------------------------------
@@ -93,8 +94,8 @@ class FedCO2(Method):
             if self.intra in (student, "both"):
                 me.freeze(teacher, getattr(me.model, teacher))
         own = me.model.offline.head
-        for place, other in enumerate(_others(now)):
-            me.freeze(f"head {place}", own, {leaf: now.down[_of(other, leaf)] for leaf in leaves.tensors(own)})
+        for place, other in enumerate(owners(now)):
+            me.freeze(f"head {place}", own, {leaf: now.down[of(other, leaf)] for leaf in leaves.tensors(own)})
 
     def passes(self, me: Me, now: Now) -> list[Pass]:
         first = PAIR if now.round > 0 or not self.skip_first else ()
@@ -104,7 +105,7 @@ class FedCO2(Method):
             for which in first
             if self.intra in (which, "both")
         ]
-        heads = {which: len(_others(now)) if self.inter in (which, "both") else 0 for which in PAIR}
+        heads = {which: len(owners(now)) if self.inter in (which, "both") else 0 for which in PAIR}
         return mutual + [Pass(partial(self.adaptation, which, heads[which]), which, part[which]) for which in PAIR]
 
     def mutual(self, which: str, me: Me, x: Tensor, y: Tensor) -> Tensor:
@@ -124,28 +125,13 @@ class FedCO2(Method):
 
     def uploads(self, model: Net, now: Now) -> Mapping[str, Kind]:
         head, trained = model.offline.head.state_dict(), dict(model.offline.head.named_parameters())
-        kinds: dict[str, Kind] = {_of(now.client, leaf): "weights" if leaf in trained else "buffers" for leaf in head}
+        kinds: dict[str, Kind] = {of(now.client, leaf): "weights" if leaf in trained else "buffers" for leaf in head}
         return {**super().uploads(model, now), **(kinds if self.inter != "none" else {})}
 
     def upload(self, me: Me, now: Now) -> State:
         head = leaves.tensors(me.model.offline.head) if self.inter != "none" else {}
-        return {**super().upload(me, now), **{_of(now.client, leaf): tensor for leaf, tensor in head.items()}}
+        return {**super().upload(me, now), **{of(now.client, leaf): tensor for leaf, tensor in head.items()}}
 
     def examine(self, model: Net, x: Tensor, draw: Draw) -> Seen:
         online, offline = model.online(x), model.offline(x)
         return Seen(online + offline, paths={"online": online, "offline": offline})  # Eq. 3
-
-
-def _of(client: str | None, leaf: str) -> str:
-    return f"of.{client}/{leaf}"
-
-
-def _owner(name: str) -> str | None:
-    """Whose head a name belongs to; None for the online model. A leaf's name has no slash, a client's may have."""
-    return name.removeprefix("of.").rpartition("/")[0] if name.startswith("of.") else None
-
-
-def _others(now: Now) -> list[str]:
-    """The clients whose heads were sent."""
-    sent = {_owner(name) for name in now.down}
-    return [client for client in now.info.clients if client in sent]
