@@ -15,7 +15,6 @@ import pstats
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -24,12 +23,10 @@ from torch.profiler import ProfilerActivity, profile
 from fedprism.bench.machine import machine, moment
 from fedprism.bench.race import Engined
 from fedprism.bench.workloads import WORKLOADS, configure, make_clients
-from fedprism.engines.cuda_graphs import CudaGraphs, Slot
+from fedprism.engines.cuda_graphs import CudaGraphs, Play
 
 SLOTS = (1, 2, 4, 8, 12, 16, 20, 24)
 TURNS, KERNELS, CALLS = 12, 40, 20  # replays of each recording, and rows of the tables of kernels and of the host
-
-Play = tuple[Slot, int, Callable[[], None]]  # a slot, and the steps of its longest recording
 
 
 def rounds(contender: Engined, images: int, count: int) -> list[str]:
@@ -46,16 +43,6 @@ def rounds(contender: Engined, images: int, count: int) -> list[str]:
     ]
 
 
-def longest(engine: CudaGraphs) -> list[Play]:
-    """Of each slot the longest recording."""
-    plays = []
-    for slot in engine.slots:
-        found = [pair for me in slot.here.values() for pair in me.replay.longest().values()]
-        if found:
-            plays.append((slot, *max(found, key=lambda pair: pair[0])))
-    return plays
-
-
 def alone(plays: list[Play], batch: int) -> list[str]:
     """Recordings in turn, by more and more slots."""
     lines = ["| slots | images/s | launching, of the time |", "|---:|---:|---:|"]
@@ -64,13 +51,13 @@ def alone(plays: list[Play], batch: int) -> list[str]:
             torch.cuda.synchronize()
             begun = time.perf_counter()
             for _ in range(TURNS):
-                for slot, _, play in plays[:count]:
+                for slot, (_, play) in plays[:count]:
                     with torch.cuda.stream(slot.stream):
                         play()
             launched = time.perf_counter() - begun
             torch.cuda.synchronize()
             taken = time.perf_counter() - begun
-        images = TURNS * batch * sum(steps for _, steps, _ in plays[:count])
+        images = TURNS * batch * sum(steps for _, (steps, _) in plays[:count])
         lines.append(f"| {count} | {images / taken:,.0f} | {launched / taken:.0%} |")
     return lines
 
@@ -90,7 +77,7 @@ def host(contender: Engined, turn: int) -> list[str]:
 
 def kernels(play: Play) -> list[str]:
     """The kernels of a step, longest first."""
-    slot, steps, replay = play
+    slot, (steps, replay) = play
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         with torch.cuda.stream(slot.stream):
@@ -116,8 +103,8 @@ def page(workload: str, method: str, compiled: bool, count: int) -> str:
     assert isinstance(engine, CudaGraphs)
     try:
         parts = rounds(contender, images, count)
-        plays = longest(engine)
-        slots = f"{len(engine.slots)} slots, recordings of {plays[0][1]} steps."
+        plays = engine.longest()
+        slots = f"{len(engine.slots)} slots, recordings of {plays[0][1][0]} steps."
         replays = alone(plays, WORKLOADS[workload].batch)
         calls = host(contender, contender.cold + count)
         step = kernels(plays[0])

@@ -51,7 +51,7 @@ NAME = ENGINE
 
 MOST_SLOTS = 24  # more gave nothing on the GPU that was measured
 TURN = 3e-4  # seconds for which a slot launches recordings before the next one has its turn
-AHEAD = 8  # recordings that it launches in its first turn, to be busy until all others have begun
+AHEAD = 8  # recordings that it launches in its first turn, to be busy until all others have begun; 1 where that waits
 SHARE = 0.4  # of the memory that is free at the start: for clients' data; and as much again for their states
 
 
@@ -96,6 +96,9 @@ class Slot:
     recorder: Recorder
     shelf: Shelf | None  # for its client's data, where not all data fit on the device
     here: dict[Arch, Me] = field(default_factory=dict)
+
+
+Play = tuple[Slot, tuple[int, Callable[[], None]]]  # a slot, the steps of a recording, and what replays it
 
 
 @dataclass
@@ -143,6 +146,7 @@ class CudaGraphs:
         self.most = MOST_SLOTS if config.run.slots == "auto" else config.run.slots
         self.trained = 0  # calls of `train` so far
         self.probed = config.run.slots != "auto"
+        self.ahead = AHEAD
         self.alone = False  # has memory run out with one slot?
         self.seconds = {"capture_seconds": 0.0, "compile_seconds": 0.0}
         self.reasons: dict[str, str] = {}  # passes that are not recorded, and why
@@ -156,6 +160,8 @@ class CudaGraphs:
             self.probed = True
             self.most = self._probe(requests)
             self._drop()
+        if self.trained == 1 and self._launching_waits():
+            self.ahead = 1
         answers = self._all(launch_round, round, requests)
         self.trained += 1
         if self.trained == 1 and self.cuda:  # what is there by now stays: looking through it again and again takes long
@@ -227,7 +233,7 @@ class CudaGraphs:
         The queue of a stream is not long. A launch that finds it full waits, and all other slots with it.
         """
         lines: list[Line[T]] = [Line(slot, line) for slot, line in zip(self.slots, clients, strict=True) if line]
-        least, seconds = AHEAD, 0.0  # at first only a few each, so that all slots are under way soon
+        least, seconds = self.ahead, 0.0  # at first only a few each, so that all slots are under way soon
         while lines:
             for line in lines:
                 with self._on(line.slot):
@@ -354,11 +360,7 @@ class CudaGraphs:
 
         Recordings are replayed. A slot whose clients are through leaves the GPU to the others.
         """
-        plays = []
-        for slot in self.slots:
-            longest = [found for me in slot.here.values() for found in me.replay.longest().values()]
-            if longest:
-                plays.append((slot, max(longest, key=lambda found: found[0])))
+        plays = self.longest()
         waiting = self._largest_first(clients)
         turns = range(1, len(waiting) + 1)  # that a slot has, if clients are dealt evenly
         counts = sorted({count for turn in turns if (count := math.ceil(len(waiting) / turn)) <= len(plays)})
@@ -368,7 +370,30 @@ class CudaGraphs:
         times = {n: duration(self._dealt(waiting, n)[0], speeds) for n in counts}
         return next(n for n in counts if 0.99 * times[n] <= min(times.values()))
 
-    def _speed(self, plays: list[tuple[Slot, tuple[int, Callable[[], None]]]]) -> float:
+    def _launching_waits(self) -> bool:
+        """Does the host wait if a slot's recording is launched again while it still runs?
+
+        So it is with some graphs, for instance of large networks with channels last. Slots then begin with one each.
+        """
+        for slot, (_, play) in self.longest()[:1]:
+            self._wait()
+            with self._on(slot):
+                play()
+                begun = time.perf_counter()
+                play()
+            return time.perf_counter() - begun > TURN
+        return False
+
+    def longest(self) -> list[Play]:
+        """The longest recording of each slot that has one."""
+        plays = []
+        for slot in self.slots:
+            found = [pair for me in slot.here.values() for pair in me.replay.longest().values()]
+            if found:
+                plays.append((slot, max(found, key=lambda pair: pair[0])))
+        return plays
+
+    def _speed(self, plays: list[Play]) -> float:
         """Steps a second of recordings that are replayed at once; what they do to the slots is forgotten."""
         turns = 5
         for repeats in (1, turns):  # the first to warm up
