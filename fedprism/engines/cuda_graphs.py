@@ -51,7 +51,8 @@ NAME = ENGINE
 
 MOST_SLOTS = 24  # more gave nothing on the GPU that was measured
 TURN = 3e-4  # seconds for which a slot launches recordings before the next one has its turn
-AHEAD = 8  # recordings that it launches in its first turn, to be busy until all others have begun; 1 where that waits
+AHEAD = 8  # recordings that it launches in its first turn, at most, to be busy until all others have begun
+BEGIN = 2.5e-4  # seconds in which the host begins with a slot, about
 SHARE = 0.4  # of the memory that is free at the start: for clients' data; and as much again for their states
 
 
@@ -160,8 +161,8 @@ class CudaGraphs:
             self.probed = True
             self.most = self._probe(requests)
             self._drop()
-        if self.trained == 1 and self._launching_waits():
-            self.ahead = 1
+        if self.trained == 1:
+            self.ahead = self._enough()
         answers = self._all(launch_round, round, requests)
         self.trained += 1
         if self.trained == 1 and self.cuda:  # what is there by now stays: looking through it again and again takes long
@@ -370,19 +371,21 @@ class CudaGraphs:
         times = {n: duration(self._dealt(waiting, n)[0], speeds) for n in counts}
         return next(n for n in counts if 0.99 * times[n] <= min(times.values()))
 
-    def _launching_waits(self) -> bool:
-        """Does the host wait if a slot's recording is launched again while it still runs?
+    def _enough(self) -> int:
+        """Recordings that keep a slot busy until all others have begun.
 
-        So it is with some graphs, for instance of large networks with channels last. Slots then begin with one each.
+        No more than that: some, for instance of large networks with channels last, cannot be launched a few times ahead
+        without waiting, and all other slots would wait, too.
         """
         for slot, (_, play) in self.longest()[:1]:
-            self._wait()
-            with self._on(slot):
-                play()
+            for _ in range(2):  # the first to warm up
+                self._wait()
                 begun = time.perf_counter()
-                play()
-            return time.perf_counter() - begun > TURN
-        return False
+                with self._on(slot):
+                    play()
+                self._wait()
+            return max(1, min(AHEAD, round(len(self.slots) * BEGIN / (time.perf_counter() - begun))))
+        return AHEAD
 
     def longest(self) -> list[Play]:
         """The longest recording of each slot that has one."""
