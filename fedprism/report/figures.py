@@ -38,6 +38,7 @@ _DASHES = ((0, ()), (0, (5, 1.5)), (0, (1.5, 1.2)))  # beyond six methods, the s
 _NAMED = 40  # more clients than this are drawn without names
 _BARS = 400  # of a panel, at most
 _ACROSS, _TALL = 2, 3.05  # panels in a row, and their height in inches
+_CROWD, _SMALL = 12, 1.6  # more methods than these have a small panel each, of so many inches
 
 
 def available() -> bool:
@@ -135,8 +136,12 @@ def panels(group: Sequence[RunRecord]) -> list[Panel]:
 
 def curves_svg(records: Sequence[RunRecord], protocol: Protocol, width: float = 9.2) -> str:
     """Accuracy over rounds as inline SVG."""
-    with _figure(width, 4.3) as figure:
-        _draw_curves(figure.add_axes((0.06, 0.12, 0.76, 0.85)), curves(records, protocol), _STAND_INS)
+    lines = curves(records, protocol)
+    with _figure(width, _height(lines, 4, 4.3)) as figure:
+        if crowded(lines):
+            _draw_crowd(figure, lines, _STAND_INS, (0.05, 0.0, 1.0, 1.0), 4)
+        else:
+            _draw_curves(figure.add_axes((0.06, 0.12, 0.76, 0.85)), lines, _STAND_INS)
         return _inline(figure, "curves", "Test accuracy over rounds, a line a method; the table has the figures.")
 
 
@@ -178,14 +183,20 @@ def figure(records: Sequence[RunRecord], path: str | Path, protocol: Protocol | 
     """Curves and gains side by side as a PNG or SVG file, for a README or a slide."""
     path = _checked(path)
     result = table(records, protocol)
-    rows = _gaining(result)
-    with _figure(13.0, 4.4) as canvas:
-        axes = canvas.add_axes((0.04, 0.12, 0.36 if rows else 0.84, 0.77))
-        _draw_curves(axes, curves(records, result.protocol), _PLAIN)
-        axes.set_title("Test accuracy, mean over clients", loc="left", color=_PLAIN.ink, fontsize=11, pad=12)
+    rows, lines = _gaining(result), curves(records, result.protocol)
+    across = 3 if rows else 6  # small panels
+    high = _height(lines, across, 4.4)
+    top = 1 - 0.44 / high
+    with _figure(13.0, high) as canvas:
+        if crowded(lines):
+            _draw_crowd(canvas, lines, _PLAIN, (0.04, 0.0, 0.47 if rows else 1.0, top), across)
+        else:
+            _draw_curves(canvas.add_axes((0.04, 0.12, 0.36 if rows else 0.84, 0.77)), lines, _PLAIN)
+        words: dict[str, Any] = {"color": _PLAIN.ink, "fontsize": 11, "va": "center"}
+        canvas.text(0.04, 1 - 0.24 / high, "Test accuracy, mean over clients", **words)
         if rows:
-            canvas.text(0.505, 0.945, "Gain over training alone, by client", color=_PLAIN.ink, fontsize=11, va="center")
-            _draw_gains(canvas, rows, result.clients, _PLAIN, (0.56, 0.0, 0.995, 0.9), _across(rows))
+            canvas.text(0.505, 1 - 0.24 / high, "Gain over training alone, by client", **words)
+            _draw_gains(canvas, rows, result.clients, _PLAIN, (0.56, 0.0, 0.995, top), _across(rows))
         return _written(canvas, path)
 
 
@@ -271,6 +282,49 @@ def _draw_curves(axes: Axes, lines: Mapping[str, Curve], theme: Theme, percent: 
             annotation_clip=False,
             arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "alpha": 0.6, "relpos": (0, 0.5)},
         )
+
+
+def crowded(lines: Mapping[str, Curve]) -> bool:
+    """Too many to be told apart in one panel?"""
+    return len(lines) > _CROWD
+
+
+def _height(lines: Mapping[str, Curve], across: int, one: float) -> float:
+    """Inches of a figure of curves, which has `one` as long as they share a panel."""
+    return _SMALL * -(-len(lines) // across) if crowded(lines) else one
+
+
+def _draw_crowd(
+    figure: Any, lines: Mapping[str, Curve], theme: Theme, box: tuple[float, float, float, float], across: int
+) -> None:
+    """A small panel a method: its line, training alone (dashed), and the one that ends best (grey)."""
+    from matplotlib.ticker import MaxNLocator
+
+    best = max(lines, key=lambda label: lines[label].mean[-1])
+    last = max(curve.rounds[-1] for curve in lines.values())
+    left, bottom, right, top = box
+    down = -(-len(lines) // across)
+    wide, tall = (right - left) / across, (top - bottom) / down
+    for place, (label, curve) in enumerate(lines.items()):
+        row, column = divmod(place, across)
+        inside = (left + column * wide, top - (row + 0.86) * tall, 0.92 * wide, 0.68 * tall)
+        axes = figure.add_axes(inside)
+        for other, colour, dash in ((best, theme.muted, "-"), (LOCAL, theme.ink, (0, (4, 2)))):
+            if other in lines and other != label:
+                points = [100 * value for value in lines[other].mean]
+                axes.plot(lines[other].rounds, points, color=colour, linestyle=dash, linewidth=0.9, zorder=3)
+        mine = theme.ink if label == LOCAL else theme.series[0]
+        points = [100 * value for value in curve.mean]
+        axes.plot(curve.rounds, points, color=mine, linewidth=1.8, zorder=4)
+        low, high = ([p + 100 * sign * d for p, d in zip(points, curve.deviation, strict=True)] for sign in (-1, 1))
+        axes.fill_between(curve.rounds, low, high, color=mine, alpha=0.14, linewidth=0, zorder=2)
+        axes.set_xlim(0, max(last, 1))
+        axes.set_ylim(0, 100)
+        _plain_axes(axes, theme)
+        axes.tick_params(labelsize=8.5)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=3, integer=True))
+        axes.set_yticks([0, 50, 100], ["0", "50", "100 %"] if column == 0 else [])
+        axes.set_title(f"{_short(label, 26)}  {points[-1]:.1f}", loc="left", color=mine, fontsize=9.5, pad=4)
 
 
 def _draw_boxes(axes: Axes, boxes: Mapping[str, Mapping[int, float]], theme: Theme) -> None:

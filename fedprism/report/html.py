@@ -97,8 +97,10 @@ def _curves(records: Sequence[RunRecord], protocol: Protocol) -> str:
     over = {"clients": "mean over clients", "samples": "mean over all test images"}[protocol.mean]
     moment = protocol.moment or "at each method’s own moment"
     band = "; the band is one standard deviation over seeds" if seeds > 1 else ""
+    crowd = figures.crowded(figures.curves(records, protocol))
+    beside = " Dashed: training alone; grey: the method that ends best." if crowd else ""
     part = f" of the path {protocol.path} by itself" if protocol.path else ""
-    note = f"Test accuracy{part}, {over}, {moment}{band}. The number behind a name is that of the last round."
+    note = f"Test accuracy{part}, {over}, {moment}{band}. The number behind a name is that of the last round.{beside}"
     if any(record.config.evaluate.clients == "participants" for record in records):
         note += " A client that was not tested in a round counts with its latest test."
     return f'<figure>{figures.curves_svg(records, protocol)}</figure>\n<p class="note">{escape(note)}</p>'
