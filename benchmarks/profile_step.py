@@ -46,7 +46,7 @@ def rounds(contender: Engined, images: int, count: int) -> list[str]:
 def alone(plays: list[Play], batch: int) -> list[str]:
     """Recordings in turn, by more and more slots."""
     lines = ["| slots | images/s | launching, of the time |", "|---:|---:|---:|"]
-    for count in (n for n in SLOTS if n <= len(plays)):
+    for count in sorted({len(plays), *(n for n in SLOTS if n <= len(plays))}):
         for _ in range(2):  # the first to warm up
             torch.cuda.synchronize()
             begun = time.perf_counter()

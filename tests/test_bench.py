@@ -279,7 +279,8 @@ def test_results_have_their_schema(measured: Path) -> None:
     assert (fedavg["key"], fedavg["baseline"]) == ("cnn4-n20-b10/fedavg/4", "serial")
     assert (ditto["key"], ditto["baseline"]) == ("cnn4-n20-b10/ditto/4", "inprocess")
     for row in (fedavg, ditto):
-        assert {"date", "load", "command", "versions", "precision", "threads", "left_out", "baseline"} <= row.keys()
+        told = {"date", "commit", "load", "command", "versions", "precision", "threads", "left_out", "baseline"}
+        assert told <= row.keys()
         assert (row["clients"], row["batch"], row["train_images"], row["test_images"]) == (20, 10, 80, 20)
         assert (row["steps"], row["mean_batch"], row["samples"]) == (20, 4, 4)  # 4 images are one batch
         assert not row["all_images"]

@@ -116,8 +116,21 @@ def test_a_probe_between_rounds_changes_nothing(unequal: Federation) -> None:
     one, seen = trained(InProcess, METHODS["fedpick"](), config, unequal)
     two, replayed = trained(CudaGraphs, METHODS["fedpick"](), config, unequal)
     assert config.run.slots == "auto"
+    assert isinstance(two.engine, CudaGraphs)
+    assert two.engine.takes is not None
+    assert two.engine.takes > 0
     assert same(one.server, two.server)
     assert [replace(r, seconds={}) for r in seen.records] == [replace(r, seconds={}) for r in replayed.records]
+
+
+def test_a_round_without_anybody_measures_nothing(unequal: Federation) -> None:
+    """Memory, slots and recordings are measured in the first round in which somebody trains."""
+    config = structure(RAW, Config)
+    setup = trained(CudaGraphs, METHODS["fedavg"](), replace(config, train=replace(config.train, rounds=0)), unequal)[0]
+    assert isinstance(setup.engine, CudaGraphs)
+    assert setup.engine.train(1, {}) == {}
+    assert setup.engine.trained == 0
+    assert not setup.engine.probed
 
 
 def test_out_of_memory_halves_the_slots_and_goes_on(unequal: Federation, monkeypatch: pytest.MonkeyPatch) -> None:

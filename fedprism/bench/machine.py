@@ -7,6 +7,7 @@ import gc
 import os
 import platform
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -34,8 +35,20 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def moment() -> dict[str, Any]:
-    """When, and how busy the machine was."""
-    return {"date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), "load": load()}
+    """When, of which source, and how busy the machine was."""
+    return {"date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), "commit": commit(), "load": load()}
+
+
+def commit() -> str | None:
+    """The commit of the checkout that this runs from, with a + where its files were changed; None elsewhere."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    git = ["git", "-C", str(root), "describe", "--always", "--abbrev=7", "--dirty=+", "--exclude=*"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def load() -> list[float] | None:

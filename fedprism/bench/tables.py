@@ -19,8 +19,9 @@ TITLES = {
     "roofline": "What bounds a training step",
 }
 MEMORY = (
-    "Memory: the most in one more round, without what stays when the contender is closed; on a GPU what PyTorch "
-    "reserves there, on a CPU with all worker processes, where a page that several of them share counts once."
+    "Memory: on a GPU what PyTorch reserves there until the first round is through; on a CPU the most in one more "
+    "round, without what stays when the contender is closed, with all worker processes, where a page that several of "
+    "them share counts once."
 )
 
 
@@ -51,12 +52,13 @@ def page(results: Results) -> str:
     all_rows = [row for section in results.sections.values() for row in section]
     dates = sorted(row["date"] for row in all_rows)
     loads = sorted(row["load"][0] for row in all_rows if row["load"])
+    commits = list(dict.fromkeys(row["commit"] for row in all_rows if row.get("commit")))
+    at = f" at commit {', '.join(commits)}" if commits else ""
+    busy = f"; load average {loads[0]:g} to {loads[-1]:g} when rows were written" if loads else ""
     parts = [
         f"# Benchmarks on {machine['device']}",
         f"{gpu}{machine['cores']} cores of {machine['cpu']}, {machine['system']}; {versions}.",
-        f"Measured from {dates[0]} to {dates[-1]}; load average {loads[0]:g} to {loads[-1]:g} when rows were written."
-        if loads
-        else f"Measured from {dates[0]} to {dates[-1]}.",
+        f"Measured from {dates[0]} to {dates[-1]}{at}{busy}.",
         "Commands:\n\n```\n" + "\n".join(dict.fromkeys(row["command"] for row in all_rows)) + "\n```",
     ]
     if results.head["quick"]:

@@ -52,7 +52,7 @@ NAME = ENGINE
 MOST_SLOTS = 24  # more gave nothing on the GPU that was measured
 TURN = 3e-4  # seconds for which a slot launches recordings before the next one has its turn
 AHEAD = 8  # recordings that it launches in its first turn, at most, to be busy until all others have begun
-BEGIN = 2.5e-4  # seconds in which the host begins with a slot, about
+BEGIN = 2.5e-4  # seconds in which the host begins with a slot and launches little, about
 SHARE = 0.4  # of the memory that is free at the start: for clients' data; and as much again for their states
 
 
@@ -147,7 +147,7 @@ class CudaGraphs:
         self.most = MOST_SLOTS if config.run.slots == "auto" else config.run.slots
         self.trained = 0  # calls of `train` so far
         self.probed = config.run.slots != "auto"
-        self.ahead = AHEAD
+        self.takes: float | None = None  # seconds of a recording alone, once that is known
         self.alone = False  # has memory run out with one slot?
         self.seconds = {"capture_seconds": 0.0, "compile_seconds": 0.0}
         self.reasons: dict[str, str] = {}  # passes that are not recorded, and why
@@ -157,12 +157,14 @@ class CudaGraphs:
         self.data, self.arena = Data(federation, device, self.room), Arena(device)
 
     def train(self, round: int, requests: Mapping[str, Request]) -> dict[str, Result | Failure]:
+        if not requests:
+            return {}
         if self.trained and not self.probed and len(requests) >= len(self.slots):
             self.probed = True
             self.most = self._probe(requests)
             self._drop()
-        if self.trained == 1:
-            self.ahead = self._enough()
+        if self.trained and self.takes is None:
+            self.takes = self._takes()
         answers = self._all(launch_round, round, requests)
         self.trained += 1
         if self.trained == 1 and self.cuda:  # what is there by now stays: looking through it again and again takes long
@@ -234,7 +236,7 @@ class CudaGraphs:
         The queue of a stream is not long. A launch that finds it full waits, and all other slots with it.
         """
         lines: list[Line[T]] = [Line(slot, line) for slot, line in zip(self.slots, clients, strict=True) if line]
-        least, seconds = self.ahead, 0.0  # at first only a few each, so that all slots are under way soon
+        least, seconds = enough(len(lines), self.takes), 0.0  # at first a few each: all are under way soon
         while lines:
             for line in lines:
                 with self._on(line.slot):
@@ -371,21 +373,20 @@ class CudaGraphs:
         times = {n: duration(self._dealt(waiting, n)[0], speeds) for n in counts}
         return next(n for n in counts if 0.99 * times[n] <= min(times.values()))
 
-    def _enough(self) -> int:
-        """Recordings that keep a slot busy until all others have begun.
-
-        No more than that: some, for instance of large networks with channels last, cannot be launched a few times ahead
-        without waiting, and all other slots would wait, too.
-        """
-        for slot, (_, play) in self.longest()[:1]:
+    def _takes(self) -> float | None:
+        """Seconds that a recording takes alone: the slowest one of any pass and architecture."""
+        here = [(slot, arch, me) for slot in self.slots for arch, me in slot.here.items()]
+        plays = {(arch, name): (slot, p) for slot, arch, me in here for name, (_, p) in me.replay.longest().items()}
+        taken = []
+        for slot, play in plays.values():
             for _ in range(2):  # the first to warm up
                 self._wait()
                 begun = time.perf_counter()
                 with self._on(slot):
                     play()
                 self._wait()
-            return max(1, min(AHEAD, round(len(self.slots) * BEGIN / (time.perf_counter() - begun))))
-        return AHEAD
+            taken.append(time.perf_counter() - begun)
+        return max(taken, default=None)
 
     def longest(self) -> list[Play]:
         """The longest recording of each slot that has one."""
@@ -426,7 +427,20 @@ class CudaGraphs:
                     kernels |= {} if count is None else {name: count / steps}
                 me.model.zero_grad(set_to_none=True)
         facts = {"slots": len(self.slots), "captured": captured | self.reasons, "kernels_per_step": kernels}
+        facts["ahead"] = enough(len(self.slots), self.takes)
         return {**facts, **self.seconds}
+
+
+def enough(slots: int, takes: float | None) -> int:
+    """Recordings that each slot launches at first: as many as keep it busy until all have begun.
+
+    No more than that: some, for instance of large networks with channels last, cannot be launched a few times ahead
+    without waiting, and all other slots would wait, too. `takes`: seconds of one, if that is known.
+
+    >>> enough(20, 0.0017), enough(20, 0.005), enough(20, 0.0001), enough(1, 0.005), enough(20, None)
+    (3, 1, 8, 1, 8)
+    """
+    return AHEAD if takes is None else max(1, min(AHEAD, round(slots * BEGIN / takes)))
 
 
 def duration(loads: Sequence[int], speeds: Mapping[int, float]) -> float:
