@@ -294,6 +294,19 @@ def test_figure_files(runs: list[RunRecord], tmp_path: Path, suffix: str) -> Non
         figure(runs, tmp_path / "demo.gif")
 
 
+def test_many_methods_have_a_panel_each(federation: Federation, tmp_path: Path) -> None:
+    """In one panel their names would run out of the figure."""
+    names = ["local", *(name for name in METHODS if name != "local")]
+    crowd = [record(name, seed, {"north": 60 + i, "south": 50}) for i, name in enumerate(names) for seed in (0, 1)]
+    html = page(crowd, federation=federation)
+    assert "Dashed: training alone; grey: the method that ends best." in html
+    for i, name in enumerate(names):
+        assert f">{name}  {55 + i / 2:.1f}<" in html.replace("\xa0", " "), name
+    few = page(crowd[:24], federation=federation)
+    assert "Dashed: training alone" not in few
+    assert figure(crowd, tmp_path / "crowd.png").stat().st_size > figure(crowd[:24], tmp_path / "few.png").stat().st_size
+
+
 # --- the page --------------------------------------------------------------------------------------------------------
 
 
