@@ -755,11 +755,11 @@ SPARE: dict[str, dict[str, Any]] = {"fedios": {"max_clients": 4}}  # what a meth
 @every_method
 def test_a_client_that_was_not_in_training_gets_a_model(name: str, tiny: Federation) -> None:
     """It is sent what a stranger is, adapts it on its own data, and can take part from then on."""
-    method = replace(method_of(name), **SPARE.get(name, {}))
-    loop = train(method, config_of(train={"rounds": 2}), tiny).loop
+    method, new = replace(method_of(name), **SPARE.get(name, {})), "textured"
+    others = replace(tiny, clients={client: data for client, data in tiny.clients.items() if client != new})
+    loop = train(method, config_of(train={"rounds": 2}), others).loop
     config = config_of(train={"rounds": 4}, evaluate={"moments": ["received", "adapted"], "splits": ["train"]})
-    data = replace(tiny.clients["textured"], name="new")
-    job = Job(method, config, replace(loop.info, later=("new",)), data, 2)
+    job = Job(method, config, replace(loop.info, later=(new,)), tiny.clients[new], 2)
     down = method.encode(method.send(loop.server, None, loop.now(2)), loop.now(2))
     with numerics(config.run, CPU):
         scores, result = client_evaluate(job, None, down), client_round(job, None, down)
@@ -767,7 +767,7 @@ def test_a_client_that_was_not_in_training_gets_a_model(name: str, tiny: Federat
     assert np.isfinite([received.loss, adapted.loss]).all()
     assert adapted.loss < received.loss
     assert isinstance(result, Result)
-    now = make_now(method, config, job.info, loop.models[loop.info.arch], 2, "new")
+    now = make_now(method, config, job.info, loop.models[loop.info.arch], 2, new)
     assert method.decode(result.upload, now).keys() == method.uploads(loop.models[loop.info.arch], now).keys()
 
 

@@ -39,6 +39,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 EXAMPLES = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".yaml"))
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+SILENT = {"apfl", "copa", "feddistill", "fedfomo", "fedkd", "fedtgp", "fml", "pfedvem"}  # pages without newcomers
 BYTES = re.compile(r"receives ([\d,]+) bytes and sends (about )?([\d,]+) bytes")
 
 
@@ -258,6 +259,15 @@ class TestMethodPage:
         shown = re.search(r"Recorded at every evaluation: ([^.]*)\.", text)
         assert set(re.findall(r"`([^`]+)`", shown[1]) if shown else ()) == {*score.paths, *score.inside}
 
+    def test_says_what_a_newcomer_gets(self, name: str) -> None:
+        if name in SILENT:
+            pytest.skip("its page does not say it yet")
+        prose = " ".join(text_of(DOCS / "methods" / f"{name}.md").split())
+        _, found, words = prose.partition("**A client that was not in training** ")
+        assert found, "the page should say: **A client that was not in training** is sent ..."
+        if METHODS[name].adapt is Method.adapt:
+            assert "the moment `adapted` it has trained for one round" in words
+
     def test_is_listed(self, name: str) -> None:
         cls = METHODS[name]
         assert f"| [`{name}`]({name}.md) | {cls.idea.rstrip('.')} | {cls.stays} |" in text_of(
@@ -309,7 +319,7 @@ def test_toml_parses(code: str) -> None:
 def test_commands_exist(code: str) -> None:
     """Every command, option, `make` target, method, setting and protocol that a page tells a user to type."""
     targets = re.findall(r"^([\w-]+):", text_of(ROOT / "Makefile"), flags=re.MULTILINE)
-    for line in code.replace("\\\n", " ").splitlines():
+    for line in code.replace("\\\n", "").splitlines():  # as a shell joins them
         words = shlex.split(line, comments=True)
         if words and words[0] == "make":
             assert words[1] in targets, line

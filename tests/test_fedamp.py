@@ -140,6 +140,20 @@ def test_a_step_that_is_too_long_is_refused(given: dict[str, float], tiny: Feder
     assert loop_for(FedAMP(alpha=1.0, sigma=2.0), config_of(), tiny)
 
 
+def test_the_longest_step_is_not_refused_by_rounding(tiny: Federation) -> None:
+    """0.1 x 3 is a little more than 0.3. Equal models then leave a client's own none of the weight, not less."""
+    method = FedAMP(alpha=0.1, sigma=0.3)
+    four = replace(tiny, clients={**tiny.clients, "more": replace(tiny.clients["plain"], name="more")})
+    assert loop_for(method, config_of(), four)
+    own = method.attention(torch.zeros(4, 4, dtype=torch.float64), 4).diagonal()
+    assert own.tolist() == pytest.approx([0.0] * 4, abs=1e-9)
+    assert (own >= 0).all()
+    for alpha, sigma in ((0.1, 0.3), (0.7, 2.1), (1.1, 3.3), (1.3, 3.9)):
+        assert (FedAMP(alpha=alpha, sigma=sigma).attention(torch.zeros(4, 4, dtype=torch.float64), 4) >= 0).all()
+    with pytest.raises(ConfigError, match="alpha may be at most sigma / 3"):
+        loop_for(FedAMP(alpha=0.1 + 1e-8, sigma=0.3), config_of(), four)
+
+
 def test_a_step_of_the_server_is_refused(tiny: Federation) -> None:
     with pytest.raises(ConfigError, match=r"server.lr is 0.5, but fedamp averages no weights"):
         loop_for(FedAMP(), config_of(server={"lr": 0.5}), tiny)

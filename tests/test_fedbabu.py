@@ -14,6 +14,7 @@ from fedprism.config import Config, structure
 from fedprism.engines.client import Job, client_evaluate, client_round, open_slot
 from fedprism.engines.loop import Loop
 from fedprism.federation import Federation
+from fedprism.methods import METHODS
 from fedprism.methods.base import Me, Method, Net, Now, State, leaves
 from fedprism.methods.fedavg import FedAvg
 from fedprism.methods.fedbabu import FedBABU
@@ -70,6 +71,10 @@ def test_the_head_has_a_gradient_in_the_adaptation_alone(tiny: Federation) -> No
     moved = changed(*tuned(Watched(), tiny))
     assert set(asked) == {True}
     assert {"head.fc2.weight", "head.fc2.bias"} <= moved
+
+
+def test_it_is_printed_as_adapted() -> None:
+    assert METHODS["fedbabu"].moment == "adapted"
 
 
 def test_without_epochs_it_is_tested_as_received(tiny: Federation) -> None:

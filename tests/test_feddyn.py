@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedprism.config import structure
+from fedprism.config import Config, structure
 from fedprism.engines.client import Job, open_slot
+from fedprism.engines.cuda_graphs import CudaGraphs
+from fedprism.engines.inprocess import InProcess
 from fedprism.errors import ConfigError
 from fedprism.federation import Federation
 from fedprism.methods.base import Arch, Info, Method, State, Tensors
@@ -19,6 +21,7 @@ from fedprism.methods.feddyn import FedDyn
 from fedprism.methods.fedprox import FedProx
 from tests.helpers import loop_for, same
 from tests.test_limit_cases import MLP, Slope, Trained, config_of, pixels, train
+from tests.test_replay import trained as engine_run
 
 
 def network(state: State) -> State:
@@ -128,6 +131,32 @@ def test_absent_clients_count_in_h() -> None:
     theta = {"up": -0.125, "down": 0.375}[client]
     assert run.server["h.head.w"].tolist() == [-theta]
     assert run.server["head.w"].tolist() == [theta + theta / 2]
+
+
+def test_alpha_by_samples_by_hand() -> None:
+    """Of 4 and 2 images, 3 in the mean: alpha_k = alpha 3/4 and alpha 3/2, at the clients alone."""
+    one = slopes(SlopeDyn(alpha=2.0, mean_samples=3.0)).seen.snapshots[1]
+    assert one.server["h.head.w"].tolist() == [-0.25]  # as above
+    assert one.server["head.w"].tolist() == [0.25]
+    kept = [float((one.clients[client] or {})["gradient.head/w"]) for client in ("up", "down")]
+    assert kept == [1.5 * 0.125, -3 * 0.375]
+
+
+def test_alpha_by_samples_finds_the_minimum_of_the_loss_over_all_images() -> None:
+    w = slopes(SlopeDyn(mean_samples=3.0), rounds=60, epochs=10).server["head.w"]
+    pulls = 2 * torch.sigmoid(2 * w), -6 * torch.sigmoid(-6 * w)
+    assert abs(float(4 * pulls[0] + 2 * pulls[1])) < 1e-3
+    assert abs(float(pulls[0] + pulls[1])) > 0.1
+
+
+def test_one_recording_serves_clients_of_different_alphas(unequal: Federation) -> None:
+    config = structure({"train": {"rounds": 2, "batch": 8}}, Config)
+    (one, _), (two, _) = (
+        engine_run(kind, FedDyn(mean_samples=25), config, unequal) for kind in (InProcess, CudaGraphs)
+    )
+    assert two.engine.reasons == {}  # type: ignore[attr-defined]
+    assert same(one.server, two.server)
+    assert all(same(one.states[client], two.states[client]) for client in unequal.names)
 
 
 def test_finds_the_minimum_of_the_mean_loss_where_fedavg_does_not() -> None:

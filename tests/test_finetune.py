@@ -13,6 +13,7 @@ from fedprism.engines.client import Job, client_evaluate, make_info, make_now, o
 from fedprism.engines.loop import Loop
 from fedprism.engines.passes import learning_rate, run_pass
 from fedprism.federation import Federation
+from fedprism.methods import METHODS
 from fedprism.methods.base import Method, State
 from fedprism.methods.fedavg import FedAvg
 from fedprism.methods.finetune import FineTune
@@ -77,6 +78,10 @@ def test_only_what_is_tuned_moves(tunes: str, tiny: Federation) -> None:
     assert moved <= part
     assert {name for name in part if not name.endswith(".bias")} <= moved
     assert any("running_mean" in name for name in moved)
+
+
+def test_it_is_printed_as_adapted() -> None:
+    assert METHODS["finetune"].moment == "adapted"
 
 
 def test_the_schedule_does_not_slow_it_down(tiny: Federation) -> None:

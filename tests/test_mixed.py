@@ -29,6 +29,7 @@ from fedprism.config import Config, ModelConfig, Named, structure
 from fedprism.engines.client import Job, Result, client_evaluate, client_round, make_info
 from fedprism.engines.events import Callback, RoundRecord, Snapshot
 from fedprism.engines.handover import read_result, run_task, write_task
+from fedprism.engines.wire import size
 from fedprism.errors import ConfigError, DataError, RecordError
 from fedprism.methods import METHODS, make, named
 from fedprism.methods.base import Kind, Me, Method, Net, Now, State, Upload
@@ -36,6 +37,7 @@ from fedprism.methods.mixed import allowing
 from fedprism.models import Arch, architectures
 from fedprism.records import Protocol, RunDirectory, RunRecord, outcome, read_run
 from fedprism.report import explain
+from fedprism.report.explain import Traffic
 from fedprism.report.html import page
 from fedprism.report.models import models
 from tests.helpers import loop_for, same, same_result
@@ -507,8 +509,12 @@ def test_nothing_needs_to_be_trained_to_count_bytes(name: str, tiny: fp.Federati
     config = structure({"train": {"rounds": 3}, "evaluate": {"moments": []}}, Config)
     loop = loop_for(method, config, two)
     first, _, last = (loop.one_round(round)[0] for round in (0, 2, 2))
-    if name == "fedkd":  # how much it compresses depends on what was learnt
-        assert first.down["plain"] == counted.first.down
+    if type(method).encode is not Method.encode:  # what is sent of an update depends on what was learnt
+        student = size(loop.info.arch.model(0).state_dict())
+        assert (counted.first, counted.last) == (Traffic(student, student), Traffic(student + 8, student))
+        assert first.down["plain"] == student
+        assert student / 10 < min(first.up["plain"], last.down["plain"], last.up["plain"])
+        assert max(first.up["plain"], last.down["plain"], last.up["plain"]) < student
         return
     assert (first.down["plain"], first.up["plain"]) == (counted.first.down, counted.first.up)
     assert (last.down["plain"], last.up["plain"]) == (counted.last.down, counted.last.up)
@@ -527,6 +533,33 @@ def test_a_method_of_ones_own_is_trained_to_count_bytes() -> None:
     (counted,) = explain.traffic(Own(), ModelConfig("mlp"), classes=10, size=8, rounds=5)
     assert batches == [10] * 6  # two clients, three rounds
     assert counted.first.up == counted.last.down == 4 * counted.arch.parameters
+
+
+@pytest.mark.parametrize("models", ["mlp", "mlp,lenet-bn"])
+def test_explain_says_where_bytes_are_a_bound(models: str) -> None:
+    """Nothing was learnt, so nothing is known of what compression will leave."""
+    text, plain = (said(call("explain", name, "--model", models, "--image-size", "16")) for name in ("fedkd", "fml"))
+    assert "bytes at most those below: what is sent is compressed, and how far depends on what was learnt" in text
+    assert "at most" not in plain
+    model = structure({"per_client": models.split(",")}, ModelConfig)
+    archs = architectures(model, ("a", "b")[: len(model.per_client)], 10, (3, 16, 16))
+    sent = min(size(arch.model(0).state_dict()) for arch in archs.values())
+    assert f"{sent:,}" in text
+    assert f"{sent + 8:,}" in text  # an update, and the round since which it counts
+
+
+def test_a_method_of_ones_own_is_counted_as_compressed() -> None:
+    @dataclass(frozen=True)
+    class Half(Method):
+        def encode(self, state: State, now: Now) -> State:
+            return {name: tensor.half() for name, tensor in state.items()}
+
+        def decode(self, state: State, now: Now) -> State:
+            return {name: tensor.float() for name, tensor in state.items()}
+
+    (counted,) = explain.traffic(Half(), ModelConfig("mlp"), classes=10, size=8, rounds=5)
+    assert counted.first == counted.last == Traffic(*[2 * counted.arch.parameters] * 2)
+    assert "counted on noise" in explain.facts_of(Half())["bytes"]
 
 
 def test_explain_of_several_models() -> None:

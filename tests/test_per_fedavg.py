@@ -11,10 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fedprism.config import TrainConfig
+from fedprism.config import Config, TrainConfig, structure
 from fedprism.engines.client import Job, make_info, make_now, open_slot
+from fedprism.engines.cuda_graphs import CudaGraphs
+from fedprism.engines.inprocess import InProcess
 from fedprism.engines.passes import inputs, run_pass
 from fedprism.federation import Federation
+from fedprism.methods import METHODS
 from fedprism.methods.base import Me, Method, Now, Pass
 from fedprism.methods.fedavg import FedAvg
 from fedprism.methods.per_fedavg import PerFedAvg, cut
@@ -22,6 +25,7 @@ from fedprism.methods.states import steered
 from tests.helpers import cut as cut_clients
 from tests.helpers import same
 from tests.test_limit_cases import MLP, assert_differ, assert_same, config_of, train
+from tests.test_replay import trained as engine_run
 
 HF: dict[str, Any] = {"variant": "hessian-free"}
 
@@ -198,11 +202,14 @@ def slot(method: Method, tiny: Federation, round: int, **sections: Any) -> tuple
     return me, make_now(method, config, info, me.model, round, "plain", data=job.data), job
 
 
-@pytest.mark.parametrize(("schedule", "optimizer"), [("none", {}), ("cosine", {"name": "adam", "weight_decay": 0.1})])
-def test_adaptation_is_plain_steps_of_rate_alpha(schedule: str, optimizer: dict[str, Any], tiny: Federation) -> None:
-    """Whatever the optimiser and the schedule are: they are of the outer steps."""
-    training = {"batch": 64, "schedule": schedule, "optimizer": optimizer}  # all images are one batch
-    me, now, job = slot(PerFedAvg(alpha=0.2, adapt_steps=3), tiny, 2, train=training)
+ADAM = {"name": "adam", "weight_decay": 0.1}
+
+
+@pytest.mark.parametrize("training", [{}, {"schedule": "cosine", "optimizer": ADAM}, {"clip": 0.01}], ids=str)
+def test_adaptation_is_plain_steps_of_rate_alpha(training: dict[str, Any], tiny: Federation) -> None:
+    """Whatever the optimiser, the schedule and the clipping are: they are of the outer steps."""
+    assert METHODS["per-fedavg"].moment == "adapted"
+    me, now, job = slot(PerFedAvg(alpha=0.2, adapt_steps=3), tiny, 2, train={**training, "batch": 64})  # one batch
     net = job.info.arch.model(0)
     for _ in range(3):
         loss = cross_entropy(net(inputs(job.data.train.x, job.config)), job.data.train.y)
@@ -215,6 +222,17 @@ def test_adaptation_is_plain_steps_of_rate_alpha(schedule: str, optimizer: dict[
             pass
     for p, q in zip(me.model.parameters(), net.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+    assert me.counts == {"loss/adapt": 3}
+
+
+def test_steps_without_clipping_are_recorded(unequal: Federation) -> None:
+    train, evaluate = {"rounds": 1, "batch": 8, "clip": 0.1}, {"moments": ["received", "adapted"]}
+    config = structure({"train": train, "evaluate": evaluate}, Config)
+    (_, seen), (loop, replayed) = (
+        engine_run(kind, PerFedAvg(adapt_steps=3), config, unequal) for kind in (InProcess, CudaGraphs)
+    )
+    assert loop.engine.reasons == {}  # type: ignore[attr-defined]
+    assert [record.scores for record in seen.records] == [record.scores for record in replayed.records]
 
 
 def test_every_client_adapts_to_its_own_images(tiny: Federation) -> None:

@@ -8,7 +8,19 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from fedprism.engines.client import Job, Result, client_evaluate, client_round, make_info, open_slot
+from fedprism.engines.client import (
+    Job,
+    Result,
+    _enter,
+    _train,
+    client_evaluate,
+    client_receive,
+    client_round,
+    finish,
+    make_info,
+    open_slot,
+    take,
+)
 from fedprism.engines.passes import inputs
 from fedprism.errors import ConfigError
 from fedprism.federation import Federation
@@ -87,6 +99,7 @@ def test_a_round_of_theta_begins_at_the_received_model(tiny: Federation) -> None
     loop = loop_for(method, config, tiny)
     job = Job(method, config, loop.info, data, 0)
     far_away = {n: t + 1.0 if t.is_floating_point() else t for n, t in open_slot(job).model.state_dict().items()}
+    far_away["own.trained"] = torch.tensor(True)
     result = client_round(job, far_away, loop.server)
     assert isinstance(result, Result)
     theta = part(result.state, "personal.")
@@ -110,6 +123,35 @@ def test_who_comes_first_is_tested_with_the_common_model(tiny: Federation) -> No
     scores = client_evaluate(job, None, run.server)
     assert scores["received"] == scores["global"]
     assert scores["received"] != scores["adapted"]
+
+
+@pytest.mark.parametrize("broadcast", ["participants", "all"])
+def test_who_has_not_trained_is_tested_with_the_newest_common_model(broadcast: str, tiny: Federation) -> None:
+    """However often it was told; from its first training on it has a theta of its own."""
+    clients = {"participation": 0.34, "broadcast": broadcast, "train": "participants"}
+    run = train(PFedMe(), tiny, train={"rounds": 4}, clients=clients)
+    cohorts, loop = [record.cohort for record in run.seen.records[1:]], run.loop
+    late = next(client for client in tiny.names if client not in cohorts[0] + cohorts[1])
+    for round in range(len(cohorts)):
+        before, job = run.seen.snapshots[round], Job(loop.method, loop.config, loop.info, tiny.clients[late], round)
+        state = client_receive(job, before.clients[late], before.server)
+        own = any(late in earlier for earlier in cohorts[:round])
+        assert same(part(state, "personal."), part(state, "common.")) != own
+        assert same(part(state, "common."), part(before.server, "common."))
+
+
+def test_a_newcomer_adapts_at_the_full_rates(tiny: Federation) -> None:
+    """Whatever a schedule has come to: theta's steps, and the share of its way that the common model goes."""
+    adapted, method = [], PFedMe()
+    for schedule in ("none", "cosine"):
+        config = config_of(model=MLP, train={"schedule": schedule})
+        loop = loop_for(method, config, tiny)
+        job = Job(method, config, loop.info, tiny.clients["plain"], 3)
+        me = open_slot(job)
+        finish(_train(me, job, _enter(me, job, None, loop.server), method.adapt))
+        adapted.append(take(me.model))
+    assert same(*adapted)
+    assert far(part(adapted[0], "common."), part(loop.server, "common.")) > 1e-3
 
 
 def test_statistics_that_travel_are_thetas(tiny: Federation) -> None:

@@ -23,7 +23,7 @@ from fedprism.methods.lg_fedavg import LGFedAvg
 from fedprism.methods.scaffold import Scaffold
 from fedprism.models import MODELS
 from fedprism.records import RunDirectory
-from tests.helpers import Collect, loop_for, same
+from tests.helpers import Collect, cut, loop_for, same
 from tests.reference import common
 from tests.test_reference_agreement import CLOSE, FAR, Smooth, module_of, reference, scores_of
 from tests.test_resume import RUN, killed
@@ -32,6 +32,16 @@ STEPS: dict[str, dict[str, Any]] = {
     "momentum": {"optimizer": "momentum", "lr": 0.7, "momentum": 0.8},
     "adam": {"optimizer": "adam", "lr": 0.02, "betas": [0.8, 0.95], "tau": 0.002},
     "yogi": {"optimizer": "yogi", "lr": 0.02, "betas": [0.8, 0.95], "tau": 0.002},
+}
+
+REFUSED = {  # what these share instead of weights that are averaged
+    "local": "nothing",
+    "fedproto": "the mean feature of each class",
+    "fedtgp": "the mean feature of each class",
+    "feddistill": "the mean output of each class",
+    "fedfomo": "the model of each client, by itself",
+    "fedamp": "the whole model; each client is sent a mixture of its own",
+    "fedkd": "the student's updates, as factors of each matrix",
 }
 
 
@@ -55,6 +65,12 @@ def ran(method: Method, config: Config, data: Federation) -> tuple[Loop, Collect
 
 def bits(state: State) -> dict[str, bytes]:
     return {name: tensor.numpy().tobytes() for name, tensor in state.items()}
+
+
+@pytest.fixture(scope="module")
+def few(tiny: Federation) -> Federation:
+    """8, 9 and 10 training images."""
+    return cut(tiny, (8, 9, 10))
 
 
 def parameters(loop: Loop) -> set[str]:
@@ -265,6 +281,24 @@ def test_resumed_from_any_round_it_is_the_straight_run(optimizer: str, unequal: 
     assert len({bits(snapshot.server)[f"{serverside.PREFIX}m/head.fc2.bias"] for snapshot in seen.snapshots}) == 4
 
 
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in REFUSED])
+@pytest.mark.parametrize("optimizer", ["momentum", "yogi"])
+def test_every_method_that_averages_weights_steps_and_resumes(optimizer: str, name: str, few: Federation) -> None:
+    tested = {"every": 2, "moments": ["received"], "splits": ["test"]}
+    config = config_of(STEPS[optimizer], train={"rounds": 2, "batch": 8}, evaluate=tested)
+    straight, seen = ran(METHODS[name](), config, few)
+    assert not any(record.failed for record in seen.records)
+    assert len({record.cohort for record in seen.records[1:]}) == 2, "not twice the same clients"
+    resumed = loop_for(METHODS[name](), config, few)
+    assert resumed.run([again := Collect()], seen.snapshots[1]) == "finished"
+    assert bits(again.snapshots[-1].server) == bits(seen.snapshots[-1].server)
+    assert all(same(state, straight.states[client]) for client, state in resumed.states.items())
+    assert again.records[-1].scores == seen.records[-1].scores
+    stepped = {n.removeprefix("m/"): m for n, m in straight.held.items() if n.startswith("m/") and m.any()}
+    assert stepped, "there was something to move"
+    assert all(straight.server[n].isfinite().all() for n in stepped)
+
+
 def test_a_snapshot_of_another_optimiser_is_refused(unequal: Federation) -> None:
     _, seen = ran(FedAvg(), config_of({}), unequal)
     with pytest.raises(FedprismError, match=r"another server\.optimizer"):
@@ -337,11 +371,15 @@ def test_a_step_that_had_no_memory_is_made_once(unequal: Federation, monkeypatch
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["local", "fedproto"])
+@pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("optimizer", STEPS)
-def test_a_method_without_weights_refuses(optimizer: str, name: str, unequal: Federation) -> None:
-    with pytest.raises(ConfigError, match=rf"server\.optimizer is {optimizer}, but {name} averages no weights"):
+def test_a_method_without_an_average_of_weights_refuses(optimizer: str, name: str, unequal: Federation) -> None:
+    with pytest.raises(ConfigError) as error:
         loop_for(METHODS[name](), config_of(STEPS[optimizer]), unequal)
+    assert str(error.value) == (
+        f"server.optimizer is {optimizer}, but {name} averages no weights: what it shares is {REFUSED[name]}. "
+        "Leave it at none."
+    )
 
 
 @dataclass(frozen=True)
@@ -353,7 +391,7 @@ class SendsUpdates(Method):
 
 
 def test_a_method_whose_weights_are_not_sent_refuses(unequal: Federation) -> None:
-    with pytest.raises(ConfigError, match="sendsupdates averages no weights"):
+    with pytest.raises(ConfigError, match=r"is adam, but sendsupdates averages no weights\. Leave it at none\."):
         loop_for(SendsUpdates(), config_of(STEPS["adam"]), unequal)
     assert loop_for(SendsUpdates(), config_of({}), unequal).held == {}
 

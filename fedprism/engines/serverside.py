@@ -20,6 +20,7 @@ import torch
 
 from fedprism.config import ServerConfig
 from fedprism.errors import ConfigError, FedprismError
+from fedprism.methods import METHODS
 from fedprism.methods.base import State
 
 OPTIMIZERS = {  # beside none
@@ -36,9 +37,10 @@ def is_plain(config: ServerConfig) -> bool:
 
 
 def refuse(config: ServerConfig, method: str) -> None:
-    """Say that there is nothing for the server's step to move."""
+    """Say that there is nothing for the server's step to move, and of a method that is known what there is instead."""
     key, value, rest = ("optimizer", config.optimizer, "none") if config.optimizer != "none" else ("lr", config.lr, "1")
-    raise ConfigError(f"server.{key} is {value}, but {method} averages no weights; leave it at {rest}.")
+    instead = f": what it shares is {METHODS[method].shares}" if method in METHODS else ""
+    raise ConfigError(f"server.{key} is {value}, but {method} averages no weights{instead}. Leave it at {rest}.")
 
 
 def first(config: ServerConfig, weights: State) -> State:

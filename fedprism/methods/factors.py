@@ -16,6 +16,8 @@ Factors = tuple[Tensor, Tensor, Tensor]  # U [rows, rank], S [rank], V [rank, co
 
 MARK = "|"  # between a leaf's name and U, S or V
 UPDATE, OLD = "update.", "old."
+ROUND = "round"  # in which a client last trained, beside what it trained from
+SINCE = "since"  # the first round that begins with the weights after an update
 
 # What goes to many is factored once: a state's tensors are never changed.
 _known: MutableMapping[Tensor, tuple[float, Factors | None]] = WeakTensorKeyDictionary()
@@ -24,47 +26,60 @@ _known: MutableMapping[Tensor, tuple[float, Factors | None]] = WeakTensorKeyDict
 class Updates(Method):
     """FedAvg in updates: what was shared moves by the mean of the clients' updates, compressed on both ways.
 
-    A client keeps what it last trained from in the part `received` of its model (`room`). The server knows who has
-    trained from its newest weights but one, and sends the last update to those, and the weights to all others. So both
-    go on from the same weights, whatever an update loses on its way.
+    A client keeps what it last trained from, and in which round, in the part `received` of its model (`room`). The
+    server knows who has trained from its newest weights but one, and sends the last update to those, and the weights to
+    all others. With an update goes the round since which it counts: where nobody's upload arrives it is sent again, and
+    who has trained from it meanwhile must not add it twice. So both go on from the same weights, whatever an update
+    loses on its way.
     """
 
     def energy(self, now: Now) -> float:
-        """Which share of an update is sent this round."""
+        """Which share is sent of an update that is new in this round."""
         raise NotImplementedError
 
-    # --- the server: the weights before their last update, that update, and who has them -----------------------------
+    # --- the server: the weights before their last update, that update and its round, and who has them ---------------
 
     def server(self, model: Net, now: Now) -> State:
         first, nobody = super().server(model, now), torch.zeros(len(now.info.clients), dtype=torch.bool)
         updates = {UPDATE + name: torch.zeros_like(tensor) for name, tensor in first.items()}
-        return {**{OLD + name: tensor for name, tensor in first.items()}, **updates, "has": nobody}
+        old = {OLD + name: tensor for name, tensor in first.items()}
+        return {**old, **updates, SINCE: torch.tensor(0), "has": nobody}
 
     def send(self, server: State, client: str | None, now: Now) -> State:
         if client in now.info.clients and server["has"][now.info.place[client]]:
-            return {UPDATE + name: server[UPDATE + name] for name in now.shared}
+            return self.update(server, now)
         return self.moved(server, now)
 
+    def update(self, server: State, now: Now) -> State:
+        """The last update, before it is compressed, and the round since which it counts."""
+        return {**{UPDATE + name: server[UPDATE + name] for name in now.shared}, SINCE: server[SINCE]}
+
     def moved(self, server: State, now: Now) -> State:
-        """The weights with their last update, as it is sent this round."""
-        update = self.decode(self.encode({UPDATE + name: server[UPDATE + name] for name in now.shared}, now), now)
+        """The weights with their last update, as it is sent."""
+        update = self.decode(self.encode(self.update(server, now), now), now)
         return {name: server[OLD + name] + update[UPDATE + name] for name in now.shared}
 
     def aggregate(self, server: State, uploads: Sequence[Upload], now: Now) -> State:
         has = torch.zeros_like(server["has"])
         has[[now.info.place[upload.client] for upload in uploads]] = True
         old = {OLD + name: tensor for name, tensor in self.moved(server, now).items()}
-        return {**server, **old, **average([u.state for u in uploads], now.weights(uploads)), "has": has}
+        since = torch.full_like(server[SINCE], now.round + 1)
+        mean = average([u.state for u in uploads], now.weights(uploads))
+        return {**server, **old, **mean, SINCE: since, "has": has}
 
     # --- the client --------------------------------------------------------------------------------------------------
 
     def receive(self, me: Me, now: Now) -> None:
-        updates = {name: now.down[UPDATE + name] for name in now.shared if UPDATE + name in now.down}
-        load(me.model, {name: me.model.received[name] + t for name, t in updates.items()} or now.down)
+        down, old = now.down, me.model.received
+        if SINCE in down:
+            older = old[ROUND] < down[SINCE]
+            down = {name: torch.where(older, old[name] + down[UPDATE + name], old[name]) for name in now.shared}
+        load(me.model, down)
 
     def start(self, me: Me, now: Now) -> None:
         own = leaves.tensors(me.model)
         copy_all([me.model.received[name] for name in now.shared], [own[name] for name in now.shared])
+        me.model.received[ROUND].fill_(now.round)
 
     def uploads(self, model: Net, now: Now) -> Mapping[str, Kind]:
         return {UPDATE + name: kind for name, kind in super().uploads(model, now).items()}
@@ -75,15 +90,18 @@ class Updates(Method):
     # --- the wire: updates as factors, weights as they are -----------------------------------------------------------
 
     def encode(self, state: State, now: Now) -> State:
-        return factored(state, self.energy(now)) if all(name.startswith(UPDATE) for name in state) else state
+        if not all(name.startswith(UPDATE) or name == SINCE for name in state):
+            return state
+        since = int(state[SINCE]) if SINCE in state else now.round  # sent again, an update is what it was
+        return factored(state, self.energy(now.but(round=since)))
 
     def decode(self, state: State, now: Now) -> State:
         return multiplied(state)
 
 
 def room(**parts: nn.Module) -> Tensors:
-    """For what a client trained from: the part `received` of the model of which these are parts."""
-    return Tensors(Parts(**parts).state_dict())
+    """For what a client trained from, and when: the part `received` of the model of which these are parts."""
+    return Tensors({**Parts(**parts).state_dict(), ROUND: torch.tensor(-1)})
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ class FedAMP(FedProx):  # a client trains as in FedProx, near a received model t
     # and the last one for strangers. What these get (`model/LEAF`) also says of which kind an upload must be.
     def server(self, model: Net, now: Now) -> State:
         count, first = len(now.info.clients), super().server(model, now)
-        if self.alpha and self.alpha * (count - 1) > (self.sigma or 0):
+        if self.alpha and self.alpha * (count - 1) > (self.sigma or 0) * (1 + 1e-9):  # 0.1 * 3 is more than 0.3
             raise ConfigError(
                 f"method.alpha is {self.alpha}, method.sigma {self.sigma}; with {count} clients alpha may be at most "
                 f"sigma / {count - 1}, else a client's own weight could be below 0. Set both, or leave alpha at null."
@@ -58,6 +58,9 @@ class FedAMP(FedProx):  # a client trains as in FedProx, near a received model t
         return {f"model/{n}": t for n, t in super().upload(me, now).items()}
 
     def aggregate(self, server: State, uploads: Sequence[Upload], now: Now) -> State:
+        uploads = [u for u in uploads if u.client in now.info.clients]  # who came later has no place here
+        if not uploads:
+            return server
         count, at = len(now.info.clients), torch.tensor([now.info.place[u.client] for u in uploads], device=now.device)
         new = {n: torch.stack([u.state[f"model/{n}"] for u in uploads]).detach() for n in now.shared}
         kept = {n: server[f"{n}/all"].index_copy(0, at, rows) for n, rows in new.items()}
@@ -76,7 +79,7 @@ class FedAMP(FedProx):  # a client trains as in FedProx, near a received model t
         pairs = far[~torch.eye(len(far), dtype=torch.bool, device=far.device)]
         sigma = self.sigma or (float(pairs.median().clamp(min=1e-300)) if len(pairs) else 1.0)
         xi = (-far / sigma).exp() * (self.alpha / sigma if self.alpha else 1 / count)
-        return xi.fill_diagonal_(0) + (1 - xi.sum(1)).diag()
+        return xi.fill_diagonal_(0) + (1 - xi.sum(1)).clamp(min=0).diag()
 
 
 def distances(models: Iterable[Tensor]) -> Tensor:

@@ -30,6 +30,9 @@ class FedDyn(Method):
     alpha: float = setting(
         1.0, "weight of the pull, alpha/2 |w - w_received|^2, and of each round in the linear term", positive, "above 0"
     )
+    mean_samples: float | None = setting(
+        None, "mean images of a client: alpha_k = alpha / (n_k / mean), the authors'; null: alpha", positive, "above 0"
+    )
 
     def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
         model = arch.model(seed)
@@ -45,21 +48,28 @@ class FedDyn(Method):
 
     def start(self, me: Me, now: Now) -> None:
         me.keep("received", me.parameters(now.shared))
+        if self.mean_samples is not None:  # on the device: a recorded step serves many clients
+            share = len(now.local.train) / self.mean_samples
+            me.keep("alpha", torch.full((), self.alpha / share, device=now.device))
 
     def passes(self, me: Me, now: Now) -> list[Pass]:
         return [Pass(self.loss, end=self.update_gradient)]
 
     def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
-        # CE - <g_k, theta> + alpha/2 |theta - w|^2 (Algorithm 1)
+        # CE - <g_k, theta> + alpha_k/2 |theta - w|^2 (Algorithm 1)
         own = me.parameters()
         pull = squared_distance(own, me["received"])
         along = torch.stack([(own[n] * me.model.gradient[n]).sum() for n in me["received"]]).sum()
         me.log("pull", pull)
-        return super().loss(me, x, y) - along + 0.5 * self.alpha * pull
+        return super().loss(me, x, y) - along + 0.5 * self.alpha_of(me) * pull
+
+    def alpha_of(self, me: Me) -> float | Tensor:
+        alpha: float | Tensor = self.alpha if self.mean_samples is None else me["alpha"]
+        return alpha
 
     def update_gradient(self, me: Me, now: Now) -> None:
         for n, theta in me.parameters(now.shared).items():
-            me.model.gradient[n].sub_(self.alpha * (theta - me["received"][n]))
+            me.model.gradient[n].sub_(self.alpha_of(me) * (theta - me["received"][n]))
 
     def aggregate(self, server: State, uploads: Sequence[Upload], now: Now) -> State:
         # h <- h - alpha/N sum(theta_k - w) over all N clients; w <- mean theta - h/alpha, of the participants.

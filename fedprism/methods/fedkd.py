@@ -6,13 +6,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, kl_div, mse_loss
+from torch.nn.functional import cross_entropy, mse_loss
 
 from fedprism.config import Named, setting, share
 from fedprism.methods import leaves, register
 from fedprism.methods.base import Arch, Draw, Info, Me, Net, Now, Parts, Seen
 from fedprism.methods.factors import Updates, room
 from fedprism.methods.mixed import one_for_all
+from fedprism.methods.states import divergence
 from fedprism.models import fresh
 
 
@@ -70,9 +71,3 @@ class FedKD(Updates):
 
     def examine(self, model: Net, x: Tensor, draw: Draw) -> Seen:
         return Seen(model.teacher(x), paths={"student": model.student(x)})
-
-
-def divergence(target: Tensor, scores: Tensor) -> Tensor:
-    """KL(target || scores), with no gradient to the target."""
-    known = target.detach().log_softmax(1)
-    return kl_div(scores.log_softmax(1), known, reduction="batchmean", log_target=True)

@@ -18,6 +18,7 @@ class FineTune(Method):
     idea = "FedAvg; before it is tested, each client fine-tunes the global model on its own data."
     group = "fine-tuning"
     moment = "adapted"
+    newcomers = "get the model and fine-tune it before they are tested, as all clients do"
     has_global = True
 
     epochs: int = setting(5, "epochs of fine-tuning before a test", lambda v: v >= 0, "0 or more")

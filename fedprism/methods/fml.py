@@ -6,12 +6,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, kl_div
+from torch.nn.functional import cross_entropy
 
-from fedprism.config import Named, setting
+from fedprism.config import Named, setting, share
 from fedprism.methods import register
 from fedprism.methods.base import Arch, Draw, Info, Me, Method, Net, Now, Parts, leaves
 from fedprism.methods.mixed import one_for_all
+from fedprism.methods.states import divergence
 
 
 @register
@@ -30,12 +31,8 @@ class FML(Method):
         "kl/meme": "how far the meme's prediction is from the private model's: KL(private, meme)",
     }
 
-    alpha: float = setting(
-        0.5, "share of the labels in the private model's loss; the rest is the KL", lambda v: 0 <= v <= 1, "from 0 to 1"
-    )
-    beta: float = setting(
-        0.5, "share of the labels in the meme's loss; the rest is the KL", lambda v: 0 <= v <= 1, "from 0 to 1"
-    )
+    alpha: float = setting(0.5, "share of the labels in the private model's loss; the rest is the KL", share, "0 to 1")
+    beta: float = setting(0.5, "share of the labels in the meme's loss; the rest is the KL", share, "0 to 1")
     meme: Named = setting(Named("smallest"), "the meme model; smallest: of the clients' models")
 
     mixed = True
@@ -59,12 +56,11 @@ class FML(Method):
             me, "meme", meme, private, y, self.beta
         )
 
-    def taught(self, me: Me, who: str, own: Tensor, other: Tensor, y: Tensor, share: float) -> Tensor:
-        """share CE(own, y) + (1 - share) KL(other || own)."""
-        target = other.detach().log_softmax(1)
-        kl = kl_div(own.log_softmax(1), target, reduction="batchmean", log_target=True)
+    def taught(self, me: Me, who: str, own: Tensor, other: Tensor, y: Tensor, labels: float) -> Tensor:
+        """labels CE(own, y) + (1 - labels) KL(other || own)."""
+        kl = divergence(other, own)
         me.log(f"kl/{who}", kl)
-        return share * cross_entropy(own, y) + (1 - share) * kl
+        return labels * cross_entropy(own, y) + (1 - labels) * kl
 
     def predict(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
         return model.private(x)

@@ -28,6 +28,7 @@ class PerFedAvg(Method):
     group = "fine-tuning"
     weighting = "uniform"
     moment = "adapted"
+    newcomers = "get the model and make its steps before they are tested, as all clients do"
     has_global = True
 
     variant: Literal["first-order", "hessian-free"] = setting(
@@ -58,8 +59,16 @@ class PerFedAvg(Method):
 
     def adapt(self, me: Me, now: Now) -> list[Pass]:
         plain = {"name": "sgd", "lr": self.alpha, "momentum": 0.0, "weight_decay": 0.0}
-        steps = self.adapt_steps
-        return [Pass(super().loss, "adapt", epochs=steps, steps=steps, optimizer=plain, scheduled=False)]
+        steps, step = self.adapt_steps, None if now.train.clip is None else self.unclipped
+        return [Pass(super().loss, "adapt", epochs=steps, steps=steps, optimizer=plain, scheduled=False, step=step)]
+
+    def unclipped(self, me: Me, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """The step as `loss` makes it: `train.clip` is for the meta-gradient."""
+        optimizer.zero_grad(set_to_none=True)
+        loss = super().loss(me, x, y)
+        me.backward(loss)
+        optimizer.step()
+        me.log("loss/adapt", loss)
 
 
 def cut(rows: int, parts: int, least: int = 2) -> list[slice]:

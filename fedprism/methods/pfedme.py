@@ -7,7 +7,7 @@ with respect to w is lam (w - theta).
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,9 @@ from torch.nn.functional import cross_entropy
 from fedprism.config import positive, setting
 from fedprism.errors import ConfigError
 from fedprism.methods import register
-from fedprism.methods.base import Arch, Draw, Info, Me, Method, Net, Now, Parts, Pass, State, leaves, squared_distance
-from fedprism.methods.states import load
+from fedprism.methods.base import Arch, Draw, Info, Me, Method, Net, Now, Parts, Pass, State, Tensors, leaves
+from fedprism.methods.fedphp import inherit
+from fedprism.methods.states import load, squared_distance
 
 
 @register
@@ -40,7 +41,7 @@ class PFedMe(Method):
     personal_lr: float = setting(0.01, "learning rate of these steps, which are plain SGD", positive, "above 0")
 
     def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
-        return Parts(common=arch.model(seed), personal=arch.model(seed))
+        return Parts(common=arch.model(seed), personal=arch.model(seed), own=Tensors({"trained": torch.tensor(False)}))
 
     def shared(self, model: Net, now: Now) -> Collection[str]:
         return leaves.part(model, "common")
@@ -55,8 +56,7 @@ class PFedMe(Method):
 
     def receive(self, me: Me, now: Now) -> None:
         super().receive(me, now)
-        if now.new:  # it has no personal model yet
-            load(me.model.personal, leaves.tensors(me.model.common))
+        inherit(me.model, leaves.tensors(me.model.personal))  # who has not trained yet has no personal model
 
     def start(self, me: Me, now: Now) -> None:
         # Not in `receive`: what is tested there is the personal model of the last training.
@@ -65,7 +65,13 @@ class PFedMe(Method):
 
     def passes(self, me: Me, now: Now) -> list[Pass]:
         plain, personal = {"name": "sgd", "lr": self.personal_lr, "momentum": 0.0}, leaves.part(me.model, "personal")
-        return [Pass(self.loss, trains=personal, optimizer=plain, step=self.envelope, end=self.statistics)]
+        return [Pass(self.loss, trains=personal, optimizer=plain, step=self.envelope, end=self.finish)]
+
+    def adapt(self, me: Me, now: Now) -> list[Pass]:
+        return [replace(each, start=self.unscheduled) for each in super().adapt(me, now)]
+
+    def unscheduled(self, me: Me, now: Now) -> None:
+        self.start(me, now.but(lr=now.train.optimizer.lr))  # the common model's rate is the full one, too
 
     def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
         pull = squared_distance(dict(me.model.personal.named_parameters()), dict(me.model.common.named_parameters()))
@@ -84,9 +90,10 @@ class PFedMe(Method):
         for w, theta in zip(me.model.common.parameters(), me.model.personal.parameters(), strict=True):
             w.lerp_(theta.detach(), me["share"])  # w - lr lam (w - theta)
 
-    def statistics(self, me: Me, now: Now) -> None:
+    def finish(self, me: Me, now: Now) -> None:
         # The common model makes no forward pass in training: what is sent of batch norm's statistics is the personal's.
         load(me.model.common, dict(me.model.personal.named_buffers()))
+        me.model.own["trained"].fill_(True)
 
     def predict(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
         return model.personal(x)

@@ -1,4 +1,4 @@
-"""What methods are made of: states as flat dicts of tensors, modules side by side, noise."""
+"""What methods are made of: states as flat dicts of tensors, modules side by side, distances, noise."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import kl_div
 
 from fedprism.errors import FedprismError
 from fedprism.methods.leaves import tensors
@@ -62,6 +63,15 @@ def squared_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor
 def steered(value: Tensor, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> Tensor:
     """A loss of this value that has these gradients."""
     return value.detach() + torch.stack([((w - w.detach()) * gradients[n]).sum() for n, w in weights.items()]).sum()
+
+
+def divergence(target: Tensor, scores: Tensor) -> Tensor:
+    """KL(target || scores) of predictions, both given as class scores `[batch, classes]`: the mean over images.
+
+    The target has no gradient.
+    """
+    known = target.detach().log_softmax(1)
+    return kl_div(scores.log_softmax(1), known, reduction="batchmean", log_target=True)
 
 
 def gumbel(uniform: Tensor) -> Tensor:

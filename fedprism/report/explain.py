@@ -68,6 +68,11 @@ _WORDS = {
     },
 }
 
+_BYTES = {  # of a method that encodes what it sends: is it built in?
+    True: "at most those below: what is sent is compressed, and how far depends on what was learnt",
+    False: "those below are counted on noise: what is sent is encoded, and its size may depend on what was learnt",
+}
+
 
 def facts_of(method: Method) -> dict[str, str]:
     """What a method says of itself, in words."""
@@ -85,6 +90,8 @@ def facts_of(method: Method) -> dict[str, str]:
         "its paper tests": _WORDS["moment"][method.moment],
         "architectures": _architectures(method),
         "one global model": "yes" if method.has_global else "no",
+        "new clients": method.newcomers,
+        **({"bytes": _BYTES[_built_in(method)]} if _encodes(method) else {}),
         **({"shows of itself": "; ".join(f"{n}: {says}" for n, says in method.shows.items())} if method.shows else {}),
     }
 
@@ -131,11 +138,14 @@ def traffic(method: Method, model: ModelConfig, classes: int, size: int, rounds:
     """What a client of each architecture is sent and sends, counted in real rounds on noise.
 
     There are as many clients as `model.per_client` lists, else two. What a built-in method sends has the same size
-    whatever was learnt, so there nothing is trained: a big model would take minutes.
+    whatever was learnt, so there nothing is trained: a big model would take minutes. Where it is compressed by what was
+    learnt, it is counted before that: at most so much is sent.
     """
     config = structure({"train": {"rounds": rounds}, "evaluate": {"moments": []}}, Config)
     config = replace(config, model=model)
-    known = type(method) in [cls for _, cls in METHODS.items()]
+    known = _built_in(method)
+    if known and _encodes(method):
+        method = _unencoded(method)
     names = [f"client {number}" for number in range(1, max(len(_listed(model)), 2) + 1)]
     federation = _noise(names, classes, inputs(model, size), count=2 if known else max(classes, 2))
     info = make_info(config, federation.names, classes, federation.shape)
@@ -155,6 +165,21 @@ def traffic(method: Method, model: ModelConfig, classes: int, size: int, rounds:
         first, *_, last = (Traffic(record.down.get(client, 0), record.up.get(client, 0)) for record in records)
         counted.append(Counted(arch, sum(info.archs[name] == arch for name in names), first, last))
     return counted
+
+
+def _built_in(method: Method) -> bool:
+    return type(method) in [cls for _, cls in METHODS.items()]
+
+
+def _encodes(method: Method) -> bool:
+    return type(method).encode is not Method.encode
+
+
+def _unencoded(method: Method) -> Method:
+    """The same method with a wire that changes nothing."""
+    plain = {"id": method.id, "encode": Method.encode, "decode": Method.decode}
+    kind: type[Method] = type(type(method).__name__, (type(method),), plain)
+    return kind(**{field.name: getattr(method, field.name) for field in dataclasses.fields(method)})
 
 
 def decided(method: Method, counted: Sequence[Counted]) -> dict[str, str]:

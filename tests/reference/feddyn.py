@@ -3,7 +3,7 @@
 theta_k = argmin CE + alpha <theta, h_k - w> + alpha/2 |theta|^2; h_k += theta_k - w; w = mean of the participants'
 theta + mean of all clients' h_k. Up to a constant the loss is the paper's CE - <g_k, theta> + alpha/2 |theta - w|^2;
 with h = mean of all g_k the server's step is the paper's w = mean theta - h/alpha. Batch norm's statistics are averaged
-plainly.
+plainly. With `mean_samples` a client's alpha is alpha / (n_k / mean n), the rest is as it is.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from .common import Loss, Scorer, Setup, get, leaves, mean, put, train
 
 HYPER = {"alpha": 0.5}
 RELATIVE = ("feddyn", {"alpha": 0.45})
+VARIANTS = ({"alpha": 0.5, "mean_samples": 24.0},)  # of 40, 23 and 9
 
 
 def regularised(model: nn.Module, linear: list[Tensor], alpha: float) -> Loss:
@@ -32,16 +33,20 @@ def regularised(model: nn.Module, linear: list[Tensor], alpha: float) -> Loss:
     return loss
 
 
-def run(setup: Setup, alpha: float) -> list[Scorer]:
+def run(setup: Setup, alpha: float, mean_samples: float | None = None) -> list[Scorer]:
     models = deepcopy(setup.models)
     names, weights = leaves(models[0]), [name for name, _ in models[0].named_parameters()]
     w = get(models[0], names)
+    mean_n = sum(setup.samples) / len(setup.samples)
+    assert mean_samples in (None, mean_n)
+    alphas = [alpha if mean_samples is None else alpha / (n / mean_n) for n in setup.samples]
     h = [{n: torch.zeros_like(w[n]) for n in weights} for _ in models]
     for r in range(setup.rounds):
         who = setup.participants(r)
         for i in who:
             put(models[i], w)
-            train(setup, r, i, models[i].parameters(), regularised(models[i], [h[i][n] - w[n] for n in weights], alpha))
+            loss = regularised(models[i], [h[i][n] - w[n] for n in weights], alphas[i])
+            train(setup, r, i, models[i].parameters(), loss)
             theta = get(models[i], weights)
             h[i] = {n: h[i][n] + theta[n] - w[n] for n in weights}
         w = mean([get(models[i], names) for i in who], [1.0 for _ in who])

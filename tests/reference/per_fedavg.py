@@ -2,12 +2,14 @@
 
 First order drops H; Hessian-free has H g' = (g(w + delta g'; B3) - g(w - delta g'; B3)) / (2 delta). The step of rate b
 is the optimiser's. B1, B2 (and B3) are the parts of a batch that is as many times larger; a rest of fewer than two
-images a part joins the batch before it. Every forward pass moves the running statistics. The mean is uniform.
+images a part joins the batch before it. Every forward pass moves the running statistics. The mean is uniform. Before a
+test a client makes `adapt_steps` plain steps of rate a from w, on the next batches that it would train on as FedAvg.
 """
 
 from __future__ import annotations
 
 from copy import deepcopy
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,9 @@ from torch.nn.functional import cross_entropy
 from .common import Scorer, Setup, get, leaves, mean, put
 
 HYPER = {"alpha": 0.3}
+MOMENT = "adapted"
 VARIANTS = (
+    {"alpha": 0.3, "adapt_steps": 3},
     {"alpha": 0.3, "variant": "hessian-free", "delta": 1e-2},
     {"alpha": 0.0, "variant": "hessian-free"},
 )
@@ -71,7 +75,18 @@ def recut(batches: list[Batch], size: int, count: int) -> list[list[Batch]]:
     ]
 
 
-def run(setup: Setup, alpha: float, variant: str = "first-order", delta: float = 1e-3) -> list[Scorer]:
+def adapted(setup: Setup, i: int, model: nn.Module, alpha: float, steps: int) -> Scorer:
+    model.train()
+    coming = (batch for epoch in range(steps) for batch in setup.batches(setup.rounds, i, epoch))
+    for batch in islice(coming, steps):
+        w = [p.detach().clone() for p in model.parameters()]
+        write(list(model.parameters()), along(w, gradient(model, w, batch), -alpha))
+    return Scorer(model)
+
+
+def run(
+    setup: Setup, alpha: float, variant: str = "first-order", delta: float = 1e-3, adapt_steps: int = 1
+) -> list[Scorer]:
     models = deepcopy(setup.models)
     w = get(models[0], leaves(models[0]))
     largest = max(range(len(models)), key=lambda i: setup.samples[i])
@@ -91,4 +106,4 @@ def run(setup: Setup, alpha: float, variant: str = "first-order", delta: float =
         w = mean([get(models[i], leaves(models[i])) for i in who], [1.0 for _ in who])
     for model in models:
         put(model, w)
-    return [Scorer(model) for model in models]
+    return [adapted(setup, i, model, alpha, adapt_steps) for i, model in enumerate(models)]
