@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fedprism.engines.client import Job, client_receive, make_info, open_slot
+from fedprism.engines.client import Job, _enter, _train, client_receive, finish, make_info, open_slot, take
 from fedprism.engines.passes import inputs
 from fedprism.federation import Federation
 from fedprism.methods.apfl import APFL
@@ -208,3 +208,16 @@ def test_who_comes_later_begins_with_the_common_model(tiny: Federation) -> None:
         job = replace(job_of(tiny), info=replace(run.loop.info, later=later), round=3)
         state = client_receive(job, None, run.server)
         assert same(part(state, "personal."), part(run.server, "common.")) == equal
+
+
+def test_who_has_never_trained_adapts_alpha_at_the_full_rate(tiny: Federation) -> None:
+    """Whatever a schedule has come to; a member's v has its first weights then, so its alpha moves."""
+    run, found = train(APFL(), tiny), []
+    for schedule in ("none", {"name": "step", "every": 1, "gamma": 1e-6}):
+        job = replace(job_of(tiny), config=config_of(train={"schedule": schedule}), round=2)
+        me = open_slot(job)
+        now = _enter(me, job, None, run.server)
+        finish(_train(me, job, now, job.method.adapt))
+        found.append(take(me.model))
+    assert same(*found)
+    assert float(found[0]["share.alpha"]) != 0.5

@@ -22,6 +22,7 @@ from fedprism.records import RunDirectory, read_run
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "digits-skew.yaml"
 COMMANDS = ("demo", "run", "compare", "resume", "show", "list", "explain", "bench")
+IDEAS = ["global", "fine-tuning", "split", "two models", "regularised", "prototypes", "distillation", "mixture"]
 TINY = """
 data: {name: digits-skew, partition: {name: domain, clients: 2}, samples: 20}
 method: {name: fedprox, mu: 0.5}
@@ -131,6 +132,17 @@ def test_list(what: str, names: Sequence[str], monkeypatch: pytest.MonkeyPatch) 
     assert all(name in result.output for name in names)
 
 
+def test_list_of_methods_is_by_idea_and_counts_lines() -> None:
+    """A row has an idea where a new one begins, a name, what stays with the client, lines of code and the paper."""
+    printed = call("list", "methods").output
+    found = re.findall(r"^(\S+(?: \S+)*)? {2,}(\S+) {2,}\S.*? {2,}(\d+) {2,}\S", printed, re.MULTILINE)
+    assert sorted(name for _, name, _ in found) == sorted(METHODS)
+    assert len(found) >= 33
+    assert all(0 < int(lines) <= 120 for *_, lines in found)
+    assert [idea for idea, *_ in found if idea] == ["alone", *IDEAS]
+    assert re.search(r"^server-side +server\.optimizer=momentum ", printed, re.MULTILINE)
+
+
 def test_list_of_experiments_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert "no folder experiments/" in call("list", "experiments").output
@@ -149,6 +161,11 @@ def test_explain() -> None:
     assert "method.lam 0.1 0 or more weight of the pull" in said(result)
     assert "bytes) down" in said(result)
     assert "In the last of 30 rounds" in said(call("explain", "lg-fedavg"))
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedfomo", "fedproto"])
+def test_explain_says_what_others_learn(name: str) -> None:
+    assert f"others learn {METHODS[name].reveals}" in said(call("explain", name, "--model", "mlp", "--image-size", "8"))
 
 
 def test_explain_unknown_method() -> None:

@@ -39,7 +39,6 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 EXAMPLES = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".yaml"))
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
-SILENT = {"apfl", "copa", "feddistill", "fedfomo", "fedkd", "fedtgp", "fml", "pfedvem"}  # pages without newcomers
 BYTES = re.compile(r"receives ([\d,]+) bytes and sends (about )?([\d,]+) bytes")
 
 
@@ -260,8 +259,6 @@ class TestMethodPage:
         assert set(re.findall(r"`([^`]+)`", shown[1]) if shown else ()) == {*score.paths, *score.inside}
 
     def test_says_what_a_newcomer_gets(self, name: str) -> None:
-        if name in SILENT:
-            pytest.skip("its page does not say it yet")
         prose = " ".join(text_of(DOCS / "methods" / f"{name}.md").split())
         _, found, words = prose.partition("**A client that was not in training** ")
         assert found, "the page should say: **A client that was not in training** is sent ..."

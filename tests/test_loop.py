@@ -360,17 +360,6 @@ def test_the_learning_rate_follows_its_schedule(three: Federation) -> None:
     assert moves[1] < 1e-4 * moves[0]
 
 
-def test_a_newcomer_adapts_at_the_full_rate(three: Federation) -> None:
-    """Whatever the schedule has come to: in round 0 nobody has trained, so everybody adapts."""
-    settings: dict[str, Any] = {"evaluate": {"moments": ["adapted"], "splits": ["train"]}}
-    found = []
-    for schedule in ("none", {"name": "step", "every": 1, "gamma": 1e-6}):
-        chosen = config(train={"rounds": 3, "schedule": schedule}, **settings)
-        loop = loop_for(FedAvg(), chosen, three)
-        found.append(loop.evaluate(2, three.names)["adapted"])
-    assert found[0] == found[1]
-
-
 def test_clipping_bounds_the_step(three: Federation) -> None:
     """One step of plain SGD with a gradient of norm at most c moves the weights by at most lr c."""
     one = {"rounds": 1, "batch": 1000, "clip": 0.01, "optimizer": {"lr": 1.0, "momentum": 0.0}}

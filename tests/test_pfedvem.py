@@ -182,6 +182,20 @@ def test_confidence_is_of_the_head_before_it_is_fitted(unequal: Federation) -> N
     torch.testing.assert_close(seen.snapshots[1].server["common"], heads.mean(0))
 
 
+@pytest.mark.parametrize(
+    ("method", "least", "most"), [(PFedVEM(sigma=0.3, head_lr=0.5), 0.05, 0.5), (PFedVEM(), 0.0, 0.01)]
+)
+def test_how_much_confidence_differs(method: PFedVEM, least: float, most: float, unequal: Federation) -> None:
+    """By how much the most confident client counts more than the least: with the defaults hardly, as its page says."""
+    _, seen = trained(method, unequal, train={"rounds": 15}, evaluate={"every": 15, "splits": ["test"]})
+    rho = [logs["rho"] for logs in seen.records[-1].logs.values()]
+    assert least < (max(rho) / min(rho)) ** 2 - 1 < most
+    deviations = [
+        torch.nn.functional.softplus((state or {})["spread"]) for state in seen.snapshots[-1].clients.values()
+    ]
+    assert all((float(each.min()) < 0.95 * method.sigma) == (least > 0) for each in deviations)
+
+
 def test_all_train_and_participants_are_averaged(tiny: Federation) -> None:
     loop, seen = trained(PFedVEM(), tiny, clients={"participation": 0.34})
     for record, before, after in zip(seen.records[1:], seen.snapshots, seen.snapshots[1:], strict=False):

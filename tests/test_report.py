@@ -304,7 +304,8 @@ def test_many_methods_have_a_panel_each(federation: Federation, tmp_path: Path) 
         assert f">{name}  {55 + i / 2:.1f}<" in html.replace("\xa0", " "), name
     few = page(crowd[:24], federation=federation)
     assert "Dashed: training alone" not in few
-    assert figure(crowd, tmp_path / "crowd.png").stat().st_size > figure(crowd[:24], tmp_path / "few.png").stat().st_size
+    many, some = figure(crowd, tmp_path / "crowd.png"), figure(crowd[:24], tmp_path / "few.png")
+    assert many.stat().st_size > some.stat().st_size
 
 
 # --- the page --------------------------------------------------------------------------------------------------------
@@ -366,6 +367,13 @@ def test_page_is_whole_and_needs_nothing_else(runs: list[RunRecord], federation:
     assert "#00000" not in html  # every stand-in colour has become a variable
     assert "Test accuracy at each method" in html
     assert list(tmp_path.rglob("*.partial")) == []
+
+
+def test_page_says_what_others_learn_of_each_method(runs: list[RunRecord], federation: Federation) -> None:
+    html = page([*runs, record("fedproto", 0, {"north": 80, "south": 60})], federation=federation)
+    for name in ("local", "fedavg", "fedbn", "fedproto"):
+        assert f"<dt>{name}: others learn</dt><dd>{METHODS[name].reveals}</dd>" in html
+    assert len({METHODS[name].reveals for name in ("local", "fedavg", "fedproto")}) == 3
 
 
 def test_page_escapes_what_it_is_given(federation: Federation) -> None:

@@ -61,7 +61,7 @@ class Updates(Method):
 
     def aggregate(self, server: State, uploads: Sequence[Upload], now: Now) -> State:
         has = torch.zeros_like(server["has"])
-        has[[now.info.place[upload.client] for upload in uploads]] = True
+        has[[now.info.place[u.client] for u in uploads if u.client in now.info.clients]] = True
         old = {OLD + name: tensor for name, tensor in self.moved(server, now).items()}
         since = torch.full_like(server[SINCE], now.round + 1)
         mean = average([u.state for u in uploads], now.weights(uploads))

@@ -58,10 +58,6 @@ class FedDistill(FedProto):
         me.log("pull", pull)
         return cross_entropy(scores, y) + self.lam * pull
 
-    def note(self, me: Me, outputs: Tensor, y: Tensor) -> None:
-        me["sum"].index_add_(0, y, outputs.to(me["sum"].dtype))
-        me["count"].index_add_(0, y, torch.ones_like(y, dtype=me["count"].dtype))
-
     # The server keeps what each client sent last. Everybody's mean is FedProto's; a client's own part is taken out.
     def server(self, model: Net, now: Now) -> State:
         first, many = super().server(model, now), len(now.info.clients)
@@ -79,7 +75,8 @@ class FedDistill(FedProto):
     def aggregate(self, server: State, uploads: Sequence[Upload], now: Now) -> State:
         last = {name: server[f"of.{name}"].clone() for name in uploads[0].state}
         for upload in uploads:
-            for name, tensor in upload.state.items():
-                last[name][now.info.place[upload.client]] = tensor
+            if upload.client in now.info.clients:  # what a client sends that came later has no place here
+                for name, tensor in upload.state.items():
+                    last[name][now.info.place[upload.client]] = tensor
         every = [Upload(c, 0, {n: t[i] for n, t in last.items()}) for i, c in enumerate(now.info.clients)]
         return {**super().aggregate(server, every, now), **{f"of.{name}": t for name, t in last.items()}}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -28,6 +28,7 @@ class FedFomo(Collecting):
     group = "mixture"
     reveals = "the models of other clients, each by itself; and to the server whose models help whom"
     weighting = "contribution"
+    newcomers = "mix the models that they are sent and train one round before they are tested"
     shows = {"own": "share of the client's own model in the mixture", "others": "share of those that it was sent"}
 
     models: int = setting(5, "models of others that a client is sent", positive, "1 or more")
@@ -77,7 +78,7 @@ class FedFomo(Collecting):
         return [Pass(self.measure, "measure", trains=(), data=data, end=self.mix), Pass(self.loss)]
 
     def adapt(self, me: Me, now: Now) -> list[Pass]:
-        return self.passes(me, now)[: 2 if now.new else 1]
+        return [replace(each, scheduled=False) for each in self.passes(me, now)[: 2 if now.new else 1]]
 
     def measure(self, me: Me, x: Tensor, y: Tensor) -> None:
         for k, loss in enumerate(me["losses"]):

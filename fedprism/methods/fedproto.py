@@ -73,7 +73,11 @@ class FedProto(Method):
         me.keep("count", torch.zeros_like(me.model.prototypes["count"]))
 
     def collect(self, me: Me, x: Tensor, y: Tensor) -> None:
-        me["sum"].index_add_(0, y, me.model.net.body(x).to(me["sum"].dtype))
+        self.note(me, me.model.net.body(x), y)
+
+    def note(self, me: Me, rows: Tensor, y: Tensor) -> None:
+        """Add `[batch, ...]` to the sums of their classes."""
+        me["sum"].index_add_(0, y, rows.to(me["sum"].dtype))
         me["count"].index_add_(0, y, torch.ones_like(y, dtype=me["count"].dtype))
 
     def upload(self, me: Me, now: Now) -> State:

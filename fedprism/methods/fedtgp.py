@@ -36,7 +36,7 @@ class FedTGP(FedProto):
     }
 
     lam: float = setting(1.0, "weight of the pull towards the class prototype", lambda v: v >= 0, "0 or more")
-    margin: float = setting(100.0, "the largest margin (tau in the paper)", lambda v: v >= 0, "0 or more")
+    margin: float = setting(100.0, "the largest margin", lambda v: v >= 0, "0 or more")
     server_epochs: int = setting(100, "epochs of the server over what was sent, each round", positive, "1 or more")
     server_lr: float = setting(0.01, "learning rate of the server's SGD", positive, "above 0")
     server_batch: int | None = setting(

@@ -59,7 +59,7 @@ class LGFedAvg(Method):
         return {**super().server(model, now), "started": torch.zeros(len(now.info.clients), dtype=torch.bool)}
 
     def send(self, server: State, client: str | None, now: Now) -> State:
-        has_body = client is not None and bool(server["started"][now.info.place[client]])
+        has_body = client in now.info.clients and bool(server["started"][now.info.place[client]])
         return {n: t for n, t in server.items() if n != "started" and (n in now.shared or not has_body)}
 
     def receive(self, me: Me, now: Now) -> None:
@@ -76,5 +76,5 @@ class LGFedAvg(Method):
     def aggregate(self, server: State, uploads: Sequence[Upload], now: Now) -> State:
         started = server["started"].clone()
         if now.round >= self.warmup:
-            started[[now.info.place[upload.client] for upload in uploads]] = True
+            started[[now.info.place[u.client] for u in uploads if u.client in now.info.clients]] = True
         return {**super().aggregate(server, uploads, now), "started": started}

@@ -1,7 +1,8 @@
 """FedProto (Tan et al. 2022): clients share the class means of their features (prototypes) and keep their models.
 
 Loss CE + lam * mean((f(x) - P_y)^2) over batch and features, zero where P_y is unknown; the server's P_c is the mean
-over this round's participants, weighted by how many samples of c each has; tested by the nearest P_c.
+over this round's participants, weighted by how many samples of c each has; tested by the nearest P_c, or by
+the client's head (`inference`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from .common import Loss, Scorer, Setup, train
 
 HYPER = {"lam": 2.0}
+VARIANTS = [{"lam": 2.0, "inference": "head"}]
 RELATIVE = ("fedproto", {"lam": 1.5})
 
 
@@ -37,7 +39,7 @@ def features_of(model: nn.Module, x: Tensor, y: Tensor) -> dict[int, Tensor]:
     return {int(c): z[y == c] for c in y.unique()}
 
 
-def run(setup: Setup, lam: float) -> list[Scorer]:
+def run(setup: Setup, lam: float, inference: str = "prototype") -> list[Scorer]:
     models = deepcopy(setup.models)
     prototypes: dict[int, Tensor] = {}
     for r in range(setup.rounds):
@@ -57,4 +59,4 @@ def run(setup: Setup, lam: float) -> list[Scorer]:
             scores[:, c] = scores[:, c] if c in prototypes else last
         return scores if prototypes else model.head(z)
 
-    return [Scorer(model, nearest) for model in models]
+    return [Scorer(model, nearest) if inference == "prototype" else Scorer(model) for model in models]
