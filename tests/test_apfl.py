@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fedprism.engines.client import Job, _enter, _train, client_receive, finish, make_info, open_slot, take
+from fedprism.engines.client import Job, _adapt, _enter, client_receive, finish, make_info, open_slot, take
 from fedprism.engines.passes import inputs
 from fedprism.federation import Federation
 from fedprism.methods.apfl import APFL
@@ -217,7 +217,7 @@ def test_who_has_never_trained_adapts_alpha_at_the_full_rate(tiny: Federation) -
         job = replace(job_of(tiny), config=config_of(train={"schedule": schedule}), round=2)
         me = open_slot(job)
         now = _enter(me, job, None, run.server)
-        finish(_train(me, job, now, job.method.adapt))
+        finish(_adapt(me, job, now))
         found.append(take(me.model))
     assert same(*found)
     assert float(found[0]["share.alpha"]) != 0.5

@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy
 from fedprism.engines.client import (
     Job,
     Result,
+    _adapt,
     _enter,
-    _train,
     client_evaluate,
     client_receive,
     client_round,
@@ -148,7 +148,7 @@ def test_a_newcomer_adapts_at_the_full_rates(tiny: Federation) -> None:
         loop = loop_for(method, config, tiny)
         job = Job(method, config, loop.info, tiny.clients["plain"], 3)
         me = open_slot(job)
-        finish(_train(me, job, _enter(me, job, None, loop.server), method.adapt))
+        finish(_adapt(me, job, _enter(me, job, None, loop.server)))
         adapted.append(take(me.model))
     assert same(*adapted)
     assert far(part(adapted[0], "common."), part(loop.server, "common.")) > 1e-3

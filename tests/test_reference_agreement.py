@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fedprism import keys
 from fedprism.config import Config, structure
-from fedprism.engines.client import Job, _enter, _train, finish, open_slot
+from fedprism.engines.client import Job, _adapt, _enter, finish, open_slot
 from fedprism.engines.loop import Loop, draw_cohort
 from fedprism.engines.noise import Noise, keyed_draw
 from fedprism.engines.passes import batches, inputs
@@ -127,7 +127,7 @@ def scores_of(loop: Loop, client: str) -> Tensor:
     me = open_slot(job)
     now = _enter(me, job, loop.states[client], down)
     if getattr(module_of(method.id), "MOMENT", "received") == "adapted":
-        finish(_train(me, job, now, method.adapt))
+        finish(_adapt(me, job, now))
     me.model.eval()
     with torch.no_grad():
         return method.predict(me.model, inputs(data.test.x, config), keyed_draw(torch.device("cpu"), "test"))

@@ -121,7 +121,7 @@ def launch_evaluate(job: Job, state: State | None, down: State, slot: Me | None 
     if "global" in moments and job.method.has_global and bn_policy(job.method, job.config) == "shared":
         scores["global"] = _score(me, job, "global", figures)
     if "adapted" in moments:
-        yield from _train(me, job, now, job.method.adapt)
+        yield from _adapt(me, job, now)
         scores["adapted"] = _score(me, job, "adapted", figures)
     return Launched(figures.tensor(), lambda values, _: {moment: read(values) for moment, read in scores.items()})
 
@@ -243,6 +243,11 @@ def _train(me: Me, job: Job, now: Now, plan: Callable[[Me, Now], list[Pass]]) ->
     for each in passes:
         now = yield from run_pass(me, each, now, job.config)
     return now
+
+
+def _adapt(me: Me, job: Job, now: Now) -> Turns[Now]:
+    """What comes before the moment `adapted`: at the full learning rate, whatever a schedule has come to."""
+    return _train(me, job, now.but(lr=job.config.train.optimizer.lr), job.method.adapt)
 
 
 def _only(predict: Callable[[Net, Tensor, Draw], Tensor], model: Net, x: Tensor, draw: Draw) -> Seen:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from fedprism.config import setting, share
 from fedprism.methods import register
-from fedprism.methods.base import Arch, Draw, Info, Me, Method, Net, Now, Parts, Pass, State, Tensors, leaves
+from fedprism.methods.base import Arch, Draw, Info, Me, Method, Net, Now, Parts, State, Tensors, leaves
 from fedprism.methods.states import load, steered
 
 
@@ -46,12 +46,6 @@ class APFL(Method):
 
     def start(self, me: Me, now: Now) -> None:
         me.keep("lr", torch.full((), now.lr, device=now.device))  # of alpha: 0 after its step
-
-    def adapt(self, me: Me, now: Now) -> list[Pass]:
-        return [replace(each, start=self.unscheduled) for each in super().adapt(me, now)]
-
-    def unscheduled(self, me: Me, now: Now) -> None:
-        self.start(me, now.but(lr=now.train.optimizer.lr))  # alpha's rate is the full one, too
 
     def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
         common, personal, held = me.model.common, me.model.personal, me.model.share["alpha"]

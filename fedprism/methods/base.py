@@ -75,7 +75,7 @@ class Now:
     rounds: int
     info: Info
     train: TrainConfig
-    lr: float
+    lr: float  # as the schedule has it in this round; in an adaptation the full one
     weighting: str
     client: str | None = None  # None: the server
     shared: tuple[str, ...] = ()  # what travels: `Method.shared` less what the batch-norm policy keeps at home

@@ -7,7 +7,7 @@ with respect to w is lam (w - theta).
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -66,12 +66,6 @@ class PFedMe(Method):
     def passes(self, me: Me, now: Now) -> list[Pass]:
         plain, personal = {"name": "sgd", "lr": self.personal_lr, "momentum": 0.0}, leaves.part(me.model, "personal")
         return [Pass(self.loss, trains=personal, optimizer=plain, step=self.envelope, end=self.finish)]
-
-    def adapt(self, me: Me, now: Now) -> list[Pass]:
-        return [replace(each, start=self.unscheduled) for each in super().adapt(me, now)]
-
-    def unscheduled(self, me: Me, now: Now) -> None:
-        self.start(me, now.but(lr=now.train.optimizer.lr))  # the common model's rate is the full one, too
 
     def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
         pull = squared_distance(dict(me.model.personal.named_parameters()), dict(me.model.common.named_parameters()))
