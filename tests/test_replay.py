@@ -178,8 +178,9 @@ def test_the_engine_makes_room_for_the_server(unequal: Federation, monkeypatch: 
         trained(CudaGraphs, METHODS["fedbn"](), config, unequal)
 
 
-@pytest.mark.parametrize("slots", [1, "auto"])
-@pytest.mark.parametrize(("method", "optimizer"), [("fedpick", {"momentum": 0.9}), ("fed-co2", {"weight_decay": 0.01})])
+@pytest.mark.parametrize(
+    ("method", "optimizer", "slots"), [("fedpick", {"momentum": 0.9}, "auto"), ("fed-co2", {"weight_decay": 0.01}, 1)]
+)
 @pytest.mark.filterwarnings("ignore:out of GPU memory")
 def test_out_of_memory_at_any_recording_changes_no_bits(
     method: str, optimizer: dict[str, Any], slots: Any, unequal: Federation, monkeypatch: pytest.MonkeyPatch
