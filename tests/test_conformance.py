@@ -604,10 +604,10 @@ def without(tiny: Federation) -> Straight:
 
 
 KINDS = [WrongShape, WrongType, Missing, Unknown]  # every method sends what is not a number, and one of these in turn
-BAD = [(name, kind) for i, name in enumerate(EVERY) for kind in (NaNUpload, KINDS[i % len(KINDS)])]
+UPLOADS = [(name, kind) for i, name in enumerate(EVERY) for kind in (NaNUpload, KINDS[i % len(KINDS)])]
 
 
-@pytest.mark.parametrize(("name", "kind"), BAD)
+@pytest.mark.parametrize(("name", "kind"), UPLOADS)
 def test_a_bad_upload_is_refused_by_name(
     name: str, kind: type[Tampered], straight: Straight, without: Straight, tiny: Federation
 ) -> None:
