@@ -16,6 +16,7 @@ from fedprism.engines import cuda_graphs
 from fedprism.engines.client import not_finite
 from fedprism.methods import METHODS
 from fedprism.methods.subspaces import Subspace, overlap
+from fedprism.models.conv import Conv2d
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 RAW = {
@@ -226,6 +227,26 @@ def test_subspaces_of_cpu_and_gpu_are_the_same(delta: str) -> None:
         here.turn(d)
         there.turn(d.cuda())
     assert overlap(here["basis"].double(), there["basis"].cpu().double()).item() == pytest.approx(3, abs=1e-5)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_our_convolution_is_pytorchs(layout: torch.memory_format, autocast: bool) -> None:
+    """To rounding, which is coarse in bfloat16; and its bias's gradient is another sum."""
+    with keys.keyed(0, "init", "conv"):
+        ours = Conv2d(8, 6, 3, padding=1)
+    theirs = torch.nn.Conv2d(8, 6, 3, padding=1)
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(40, 8, 20, 20, generator=keys.generator("x"))
+    found = []
+    for conv in (ours, theirs):
+        conv.to("cuda", memory_format=layout)
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            y = conv(x.cuda().to(memory_format=layout))
+        assert y.dtype == (torch.bfloat16 if autocast else torch.float32)
+        found.append((y, *torch.autograd.grad(y.float().square().mean(), (conv.weight, conv.bias))))
+        assert type(y.grad_fn).__name__ == ("BiasedBackward" if conv is ours else "ConvolutionBackward0")
+    torch.testing.assert_close(*found, rtol=0.02 if autocast else 1e-3, atol=1e-2 if autocast else 1e-5)
 
 
 def test_kernels_are_counted_as_a_profiler_sees_them() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from fedprism.federation import ClientData, Federation, Split
 from fedprism.methods import METHODS, make
 from fedprism.models import MODELS, Arch, architectures, named_arch
 from fedprism.models.adapter import Pool2d
+from fedprism.models.conv import Biased
 from fedprism.report import explain
 from tests.helpers import Collect, loop_for, same
 
@@ -116,6 +118,46 @@ def test_pooling_of_maps_is_pytorchs(height: int, width: int) -> None:
     assert ours.dtype == torch.float64
     torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(torch.autograd.grad(ours.square().sum(), x)[0], gradient)
+
+
+def test_maps_of_a_known_size_are_pooled_as_others() -> None:
+    x = torch.randn(2, 3, 7, 11, generator=keys.generator("map"))
+    torch.testing.assert_close(Pool2d(6, 5, of=(7, 11))(x), nn.functional.adaptive_avg_pool2d(x, (6, 5)))
+
+
+# --- what all networks with convolutions have in common --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("cnn4", 32), ("digit6", 28), ("lenet-bn", 16), ("convnet-bn", 32), ("alexnet-bn", 63)]
+)
+def test_a_pooling_before_its_relu_gives_the_same_bits(name: str, size: int) -> None:
+    def scores_and_gradients(relu_first: bool) -> list[torch.Tensor]:
+        model = Arch(name, 4, (3, size, size)).model(0)
+        blocks = list(model.body.named_children())
+        if relu_first:
+            for at in [at for at, (block, _) in enumerate(blocks) if block.startswith("pool")]:
+                assert blocks[at + 1][0].startswith("relu")
+                blocks[at], blocks[at + 1] = blocks[at + 1], blocks[at]
+        model.body = nn.Sequential(OrderedDict(blocks))
+        scores = model(torch.rand(6, 3, size, size, generator=keys.generator("x")) - 0.5)
+        loss = nn.functional.cross_entropy(scores, torch.arange(6) % 4)
+        return [scores, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    now, before = scores_and_gradients(False), scores_and_gradients(True)
+    assert all(torch.equal(one, two) for one, two in zip(now, before, strict=True))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_the_gradient_of_a_bias_that_is_summed_in_two_steps(layout: torch.memory_format) -> None:
+    draws = keys.generator("maps")
+    maps = torch.randn(3, 5, 4, 6, generator=draws, dtype=torch.float64).to(memory_format=layout).requires_grad_()
+    bias = torch.randn(5, generator=draws, dtype=torch.float64, requires_grad=True)
+    ours, theirs = Biased.apply(maps.clone(), bias), maps + bias.view(5, 1, 1)
+    assert torch.equal(ours, theirs)
+    wanted = torch.autograd.grad(theirs.pow(3).sum(), (maps, bias))
+    torch.testing.assert_close(torch.autograd.grad(ours.pow(3).sum(), (maps, bias)), wanted)
+    assert torch.autograd.gradgradcheck(lambda m, b: Biased.apply(m.clone(), b).pow(3), (maps, bias))
 
 
 # --- convnet-bn ------------------------------------------------------------------------------------------------------

@@ -110,6 +110,22 @@ def test_the_compiler_gets_no_sum_of_two_products(unequal: Federation, monkeypat
     assert from_products[0].meta["val"].shape == from_products[0].args[0].meta["val"].shape
 
 
+def test_products_with_a_large_matrix_are_left_to_cublas(unequal: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward: those with the weights, not the one that gives their gradient."""
+    graphs: list[torch.fx.GraphModule] = []
+    monkeypatch.setattr(compiled, "inductor", lambda graph, examples: graphs.append(graph) or graph)
+    monkeypatch.setattr(compiled, "LARGE", 128 * 512)
+    model = {"name": "mlp", "hidden": [128, 512]}
+    config = structure({**RAW, "model": model, "train": {**RAW["train"], "rounds": 1}, "run": {"slots": 1}}, Config)
+    one, _ = trained(InProcess, METHODS["fedavg"](), config, unequal)
+    two, _ = trained(CudaGraphs, METHODS["fedavg"](), replace(config, run=replace(config.run, compile=True)), unequal)
+    left = [node for node in graphs[0].graph.nodes if node.target is torch.ops.fedprism.product.default]
+    weights = {tuple(node.args[1].meta["val"].shape) for node in left}
+    assert weights == {(768, 128), (128, 512), (512, 128)}
+    for name, tensor in one.server.items():
+        assert torch.allclose(tensor, two.server[name], rtol=1e-3, atol=1e-4), name
+
+
 def test_a_probe_between_rounds_changes_nothing(unequal: Federation) -> None:
     """Slots are counted after the first round by replaying their recordings."""
     config = structure(RAW, Config)
@@ -317,8 +333,12 @@ def test_nothing_is_compiled_on_a_cpu(asked: Any, rounds: int, settled: bool) ->
 
 
 @pytest.mark.slow
-def test_the_compiler_itself_takes_a_step(unequal: Federation, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("large", [compiled.LARGE, 1])
+def test_the_compiler_itself_takes_a_step(
+    large: int, unequal: Federation, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With PyTorch's compiler for the CPU, which needs a C++ compiler and a minute."""
+    monkeypatch.setattr(compiled, "LARGE", large)
     config = structure({**RAW, "model": "cnn4", "train": {**RAW["train"], "rounds": 1}}, Config)
     one, _ = trained(InProcess, METHODS["fedavg"](), config, unequal)
     two, _ = trained(CudaGraphs, METHODS["fedavg"](), replace(config, run=replace(config.run, compile=True)), unequal)

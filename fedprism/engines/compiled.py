@@ -41,6 +41,7 @@ from fedprism.methods.leaves import Place, places
 ENGINE = "cuda-graphs"  # whose steps are compiled
 LONG = 50  # rounds from which on compiling, which takes half a minute or more, is chosen by `auto`
 SMALL = 3_000_000  # numbers of a convolution's unfolded input up to which it becomes a matrix product
+LARGE = 4_000_000  # numbers of a matrix from which on a product with it is left to cuBLAS
 BETAS, EPSILON = (0.9, 0.999), 1e-8  # torch.optim.Adam's
 
 STREAMS, CALLS, LONGEST = 8, 25, 2e-3  # on which, how often and for how many seconds a kernel is run to tune it
@@ -157,6 +158,7 @@ def trace(
     # What is not among the inputs is the same for every client: a matrix that an adapter holds.
     traced = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
     _one_product_at_a_time(traced)
+    _leave_large_products(traced)
     return traced, changed, logged
 
 
@@ -241,6 +243,37 @@ def _untransposed(node: Any) -> torch.fx.Node | None:
     while getattr(node, "target", None) is transposed and getattr(node.args[0], "target", None) is transposed:
         node = node.args[0].args[0]
     return node if getattr(node, "target", None) is torch.ops.aten.mm.default else None
+
+
+@torch.library.custom_op("fedprism::product", mutates_args=(), schema="(Tensor a, Tensor b) -> Tensor")
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """A matrix product that the compiler does not look into."""
+    return a @ b
+
+
+@product.register_fake
+def _(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1])
+
+
+def _leave_large_products(graph: torch.fx.GraphModule) -> None:
+    """Products with a large matrix, such as a wide layer's weights, become cuBLAS's.
+
+    They take as long as the matrix takes to be read. cuBLAS shares that out along the sum, too, which Triton's do not:
+    of a small batch's product with a large matrix they read at a third of the speed.
+    """
+    for node in graph.graph.nodes:
+        if node.target not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) or node.kwargs:
+            continue
+        added, factors = node.args[:-2], node.args[-2:]
+        if max(each.meta["val"].numel() for each in factors) >= LARGE:
+            if added:
+                with graph.graph.inserting_before(node):
+                    plain = graph.graph.call_function(torch.ops.fedprism.product.default, factors)
+                node.target, node.args = torch.ops.aten.add.Tensor, (plain, *added)
+            else:
+                node.target = torch.ops.fedprism.product.default
+    graph.recompile()
 
 
 def inductor(graph: torch.fx.GraphModule, examples: Sequence[Tensor]) -> Function:

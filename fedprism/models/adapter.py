@@ -46,23 +46,41 @@ class Pool(nn.Module):
 
 
 class Pool2d(nn.Module):
-    """`nn.AdaptiveAvgPool2d` to `height` x `width`, as two products: its own gradient is not repeatable on a GPU.
+    """`nn.AdaptiveAvgPool2d` to `height` x `width`, as a product: its own gradient is not repeatable on a GPU.
+
+    `of`: height and width of the maps, where they are known; the matrix is then made once.
 
     >>> Pool2d(1, 2)(torch.arange(8.0).view(1, 1, 2, 4)).flatten()
     tensor([2.5000, 4.5000])
     """
 
-    def __init__(self, height: int, width: int) -> None:
+    means: Tensor | None  # [height and width of the maps, height and width of what they become]
+
+    def __init__(self, height: int, width: int, of: tuple[int, int] | None = None) -> None:
         super().__init__()
         self.height = height
         self.width = width
+        self.of = of
+        empty = None if of is None else torch.empty(of[0] * of[1], height * width)
+        self.register_buffer("means", empty, persistent=False)  # known from the numbers: neither saved nor sent
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.means is not None and self.of is not None:
+            with torch.no_grad():
+                self.means.copy_(self._means(*self.of, self.means))
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, columns = _means(x, x.shape[-2], self.height), _means(x, x.shape[-1], self.width)
-        return rows.T @ x @ columns
+        means = self._means(x.shape[-2], x.shape[-1], x) if self.means is None else self.means
+        return (x.flatten(-2) @ means).view(*x.shape[:-2], self.height, self.width)
 
     def extra_repr(self) -> str:
         return f"to {self.height} x {self.width}"
+
+    def _means(self, height: int, width: int, like: Tensor) -> Tensor:
+        """Times this, a map becomes the means of its windows."""
+        rows, columns = _means(like, height, self.height), _means(like, width, self.width)
+        return torch.kron(rows, columns)
 
 
 def _means(like: Tensor, width: int, features: int) -> Tensor:

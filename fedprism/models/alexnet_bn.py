@@ -9,6 +9,19 @@ from torch import nn
 
 from fedprism.models.adapter import Pool2d
 from fedprism.models.base import MODELS, Block, Family
+from fedprism.models.conv import Conv2d
+
+
+def side_after(pixels: int) -> int:
+    """What the first convolution's stride of 4 and three poolings of 3x3 leave of a side.
+
+    >>> side_after(256), side_after(63)
+    (7, 1)
+    """
+    side = (pixels - 7) // 4 + 1
+    for _ in range(3):
+        side = (side - 3) // 2 + 1
+    return side
 
 
 @MODELS.register("alexnet-bn")
@@ -20,26 +33,27 @@ class AlexNetBN(Family):
     smallest: ClassVar[int] = 63  # a stride of 4 and three poolings of 3x3
 
     def blocks(self, classes: int, shape: tuple[int, ...]) -> list[Block]:
+        sides = side_after(shape[1]), side_after(shape[2])
         return [
-            ("conv1", nn.Conv2d(shape[0], 64, 11, stride=4, padding=2)),
+            ("conv1", Conv2d(shape[0], 64, 11, stride=4, padding=2)),
             ("bn1", nn.BatchNorm2d(64)),
-            ("relu1", nn.ReLU()),
             ("pool1", nn.MaxPool2d(3, 2)),
-            ("conv2", nn.Conv2d(64, 192, 5, padding=2)),
+            ("relu1", nn.ReLU()),
+            ("conv2", Conv2d(64, 192, 5, padding=2)),
             ("bn2", nn.BatchNorm2d(192)),
-            ("relu2", nn.ReLU()),
             ("pool2", nn.MaxPool2d(3, 2)),
-            ("conv3", nn.Conv2d(192, 384, 3, padding=1)),
+            ("relu2", nn.ReLU()),
+            ("conv3", Conv2d(192, 384, 3, padding=1)),
             ("bn3", nn.BatchNorm2d(384)),
             ("relu3", nn.ReLU()),
-            ("conv4", nn.Conv2d(384, 256, 3, padding=1)),
+            ("conv4", Conv2d(384, 256, 3, padding=1)),
             ("bn4", nn.BatchNorm2d(256)),
             ("relu4", nn.ReLU()),
-            ("conv5", nn.Conv2d(256, 256, 3, padding=1)),
+            ("conv5", Conv2d(256, 256, 3, padding=1)),
             ("bn5", nn.BatchNorm2d(256)),
-            ("relu5", nn.ReLU()),
             ("pool5", nn.MaxPool2d(3, 2)),
-            ("avgpool", Pool2d(6, 6)),
+            ("relu5", nn.ReLU()),
+            ("avgpool", Pool2d(6, 6, of=sides)),
             ("flatten", nn.Flatten()),
             ("fc1", nn.Linear(256 * 6 * 6, 4096)),
             ("bn6", nn.BatchNorm1d(4096)),

@@ -112,6 +112,7 @@ class Family:
     def blocks(self, classes: int, shape: tuple[int, ...]) -> list[Block]:
         """The whole network in order; a fully connected layer is a block of its own, after `flatten`.
 
+        A pooling of maxima stands before its ReLU, not after it: the same bits, gradients too, for less work.
         `shape` is (channels, height, width) of images, (length, words) of texts.
         """
         raise NotImplementedError

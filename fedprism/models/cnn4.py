@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import nn
 
 from fedprism.models.base import MODELS, Block, Family
+from fedprism.models.conv import Conv2d
 
 
 def side_after(pixels: int) -> int:
@@ -26,12 +27,12 @@ class CNN4(Family):
     def blocks(self, classes: int, shape: tuple[int, ...]) -> list[Block]:
         channels, height, width = shape
         return [
-            ("conv1", nn.Conv2d(channels, 32, 5)),
-            ("relu1", nn.ReLU()),
+            ("conv1", Conv2d(channels, 32, 5)),
             ("pool1", nn.MaxPool2d(2)),
-            ("conv2", nn.Conv2d(32, 64, 5)),
-            ("relu2", nn.ReLU()),
+            ("relu1", nn.ReLU()),
+            ("conv2", Conv2d(32, 64, 5)),
             ("pool2", nn.MaxPool2d(2)),
+            ("relu2", nn.ReLU()),
             ("flatten", nn.Flatten()),
             ("fc1", nn.Linear(64 * side_after(height) * side_after(width), 512)),
             ("relu3", nn.ReLU()),

@@ -10,6 +10,7 @@ from torch import nn
 from fedprism.config import setting
 from fedprism.models.base import MODELS, Block, Family
 from fedprism.models.cnn4 import side_after
+from fedprism.models.conv import Conv2d
 
 
 @MODELS.register("convnet-bn")
@@ -25,14 +26,14 @@ class ConvNetBN(Family):
     def blocks(self, classes: int, shape: tuple[int, ...]) -> list[Block]:
         channels, height, width = shape
         blocks: list[Block] = [
-            ("conv1", nn.Conv2d(channels, 16, 5)),
+            ("conv1", Conv2d(channels, 16, 5)),
             ("bn1", nn.BatchNorm2d(16)),
-            ("relu1", nn.ReLU()),
             ("pool1", nn.MaxPool2d(2)),
-            ("conv2", nn.Conv2d(16, 32, 5)),
+            ("relu1", nn.ReLU()),
+            ("conv2", Conv2d(16, 32, 5)),
             ("bn2", nn.BatchNorm2d(32)),
-            ("relu2", nn.ReLU()),
             ("pool2", nn.MaxPool2d(2)),
+            ("relu2", nn.ReLU()),
             ("flatten", nn.Flatten()),
             ("fc1", nn.Linear(32 * side_after(height) * side_after(width), 120)),
             ("bn3", nn.BatchNorm1d(120)),

@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import nn
 
 from fedprism.models.base import MODELS, Block, Family
+from fedprism.models.conv import Conv2d
 
 
 @MODELS.register("digit6")
@@ -21,15 +22,15 @@ class Digit6(Family):
     def blocks(self, classes: int, shape: tuple[int, ...]) -> list[Block]:
         channels, height, width = shape
         return [
-            ("conv1", nn.Conv2d(channels, 64, 5, padding=2)),
+            ("conv1", Conv2d(channels, 64, 5, padding=2)),
             ("bn1", nn.BatchNorm2d(64)),
-            ("relu1", nn.ReLU()),
             ("pool1", nn.MaxPool2d(2)),
-            ("conv2", nn.Conv2d(64, 64, 5, padding=2)),
+            ("relu1", nn.ReLU()),
+            ("conv2", Conv2d(64, 64, 5, padding=2)),
             ("bn2", nn.BatchNorm2d(64)),
-            ("relu2", nn.ReLU()),
             ("pool2", nn.MaxPool2d(2)),
-            ("conv3", nn.Conv2d(64, 128, 5, padding=2)),
+            ("relu2", nn.ReLU()),
+            ("conv3", Conv2d(64, 128, 5, padding=2)),
             ("bn3", nn.BatchNorm2d(128)),
             ("relu3", nn.ReLU()),
             ("flatten", nn.Flatten()),

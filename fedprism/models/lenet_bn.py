@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import nn
 
 from fedprism.models.base import MODELS, Block, Family
+from fedprism.models.conv import Conv2d
 
 
 @MODELS.register("lenet-bn")
@@ -21,14 +22,14 @@ class LeNetBN(Family):
     def blocks(self, classes: int, shape: tuple[int, ...]) -> list[Block]:
         channels, height, width = shape
         return [
-            ("conv1", nn.Conv2d(channels, 16, 5, padding=2)),
+            ("conv1", Conv2d(channels, 16, 5, padding=2)),
             ("bn1", nn.BatchNorm2d(16)),
-            ("relu1", nn.ReLU()),
             ("pool1", nn.MaxPool2d(2)),
-            ("conv2", nn.Conv2d(16, 32, 5, padding=2)),
+            ("relu1", nn.ReLU()),
+            ("conv2", Conv2d(16, 32, 5, padding=2)),
             ("bn2", nn.BatchNorm2d(32)),
-            ("relu2", nn.ReLU()),
             ("pool2", nn.MaxPool2d(2)),
+            ("relu2", nn.ReLU()),
             ("flatten", nn.Flatten()),
             ("fc1", nn.Linear(32 * (height // 4) * (width // 4), 64)),
             ("bn3", nn.BatchNorm1d(64)),
