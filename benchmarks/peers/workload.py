@@ -62,11 +62,11 @@ def network(classes: int) -> nn.Sequential:
     """`cnn4` for 3 x 32 x 32, with fedprism's names."""
     body: list[tuple[str, nn.Module]] = [
         ("conv1", nn.Conv2d(3, 32, 5)),
-        ("relu1", nn.ReLU()),
         ("pool1", nn.MaxPool2d(2)),
+        ("relu1", nn.ReLU()),
         ("conv2", nn.Conv2d(32, 64, 5)),
-        ("relu2", nn.ReLU()),
         ("pool2", nn.MaxPool2d(2)),
+        ("relu2", nn.ReLU()),
         ("flatten", nn.Flatten()),
         ("fc1", nn.Linear(1600, 512)),
         ("relu3", nn.ReLU()),

@@ -1,8 +1,8 @@
-"""What one would write by hand: a plain loop over the clients, one after the other, for FedAvg, FedBN and FedCP.
+"""What one would write by hand: a plain loop over the clients, one after the other, for each method that is measured.
 
-Nothing of an engine is in it. First weights and the order of batches come from the same keys as everywhere, so that
-what it computes can be compared, and PyTorch's own defaults hold: no deterministic algorithms, TF32 where the other
-side has it. Images lie on the device as bytes and a batch is gathered there.
+No engine is in it. First weights, the order of batches and noise come from the same keys as everywhere, so that what it
+computes can be compared, and PyTorch's own defaults hold: no deterministic algorithms, TF32 where the other side has
+it. Images lie on the device as bytes and a batch is gathered there. Methods have their default settings.
 """
 
 from __future__ import annotations
@@ -12,18 +12,21 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, normalize
+from torch.nn.functional import cross_entropy, kl_div, normalize
 
 from fedprism import keys
 from fedprism.bench.machine import wait
 from fedprism.config import Config
+from fedprism.engines.noise import Noise
 from fedprism.federation import Federation
 from fedprism.methods import make
 from fedprism.methods.base import Info
+from fedprism.methods.collecting import of
 
 LARGE = 1024  # images of an evaluation's batch
 
@@ -57,7 +60,8 @@ def defaults(tf32: bool, threads: int) -> Iterator[None]:
 class Serial:
     """FedAvg: copy the global model, train it, average by samples, test on every client's images."""
 
-    by_samples = True
+    by_samples = True  # or a plain mean
+    tests_trained = False  # the model that a client has just trained, or the one that it gets at the end of the round
 
     def __init__(self, config: Config, info: Info, federation: Federation, device: torch.device) -> None:
         self.config, self.info, self.device = config, info, device
@@ -69,7 +73,7 @@ class Serial:
         self.accuracy: dict[str, float] = {}
         self.begin()
 
-    # --- what differs between the three ------------------------------------------------------------------------------
+    # --- what differs between methods --------------------------------------------------------------------------------
 
     def begin(self) -> None:
         self.model = self.placed(self.info.arch.model(self.info.seed))
@@ -95,27 +99,41 @@ class Serial:
 
     def one_round(self, round: int) -> Taken:
         begun = time.perf_counter()
-        sent = {client: self.train_client(round, client) for client in self.train}
+        sent = {}
+        for client in self.train:
+            sent[client] = self.train_client(round, client)
+            if self.tests_trained:
+                self.accuracy[client] = self.evaluate(client)
         wait(self.device)
         trained = time.perf_counter()
         sizes = {client: len(y) if self.by_samples else 1 for client, (_, y) in self.train.items()}
         self.arrive(mean(sent, sizes))
         wait(self.device)
         averaged = time.perf_counter()
-        self.accuracy = {client: self.evaluate(client) for client in self.test}
+        if not self.tests_trained:
+            self.accuracy = {client: self.evaluate(client) for client in self.test}
         ended = time.perf_counter()
         return Taken(trained - begun, averaged - trained, ended - averaged, ended - begun)
 
     def fit(
-        self, round: int, client: str, parameters: Iterable[nn.Parameter], loss: Callable[[Tensor, Tensor], Tensor]
-    ) -> None:
-        settings = self.config.train.optimizer
+        self,
+        round: int,
+        client: str,
+        parameters: Iterable[nn.Parameter],
+        loss: Callable[[Tensor, Tensor], Tensor],
+        before_step: Callable[[], None] = lambda: None,
+    ) -> int:
+        """An epoch of SGD; how many steps that were."""
+        settings, steps = self.config.train.optimizer, 0
         optimiser = torch.optim.SGD(parameters, lr=settings.lr, momentum=settings.momentum)
         images, labels = self.train[client]
         for rows in self.batches(round, client, len(labels)):
             optimiser.zero_grad()
             loss(self.inputs(images[rows]), labels[rows]).backward()  # type: ignore[no-untyped-call]
+            before_step()
             optimiser.step()
+            steps += 1
+        return steps
 
     @torch.no_grad()
     def evaluate(self, client: str) -> float:
@@ -139,65 +157,28 @@ class Serial:
         return (images.float() / 127.5 - 1).contiguous(memory_format=self.layout)
 
     def placed(self, module: nn.Module) -> nn.Module:
-        return module.to(self.device, memory_format=self.layout)  # type: ignore[call-overload, no-any-return]
+        return module.to(self.device, memory_format=self.layout)  # type: ignore[call-overload]
 
 
-class SerialFedBN(Serial):
-    """FedBN: a model a client, into which everything but batch norm is copied; a plain mean."""
+class Kept(Serial):
+    """A module a client; of it some parts are sent, and the server holds their mean."""
 
-    by_samples = False
-
-    def begin(self) -> None:
-        first = self.placed(self.info.arch.model(self.info.seed))
-        self.models = {client: copy.deepcopy(first) for client in self.train}
-        kinds = (nn.BatchNorm1d, nn.BatchNorm2d)
-        norms = tuple(f"{name}." for name, part in first.named_modules() if isinstance(part, kinds))
-        self.shared = [name for name in first.state_dict() if not name.startswith(norms)] if norms else None
-        self.server = self.sent(first)
-
-    def sent(self, model: nn.Module) -> State:
-        state = model.state_dict()
-        return copied({name: state[name] for name in self.shared or state})
-
-    def received(self, client: str) -> nn.Module:
-        model = self.models[client]
-        model.load_state_dict(self.server, strict=False)
-        return model
-
-    def train_client(self, round: int, client: str) -> State:
-        model = self.received(client).train()
-        self.fit(round, client, model.parameters(), lambda x, y: cross_entropy(model(x), y))
-        return self.sent(model)
-
-    def arrive(self, mean: State) -> None:
-        self.server = mean
-
-    def scores(self, client: str) -> Callable[[Tensor], Tensor]:
-        return self.received(client).eval()
-
-    def weights(self) -> dict[str, State]:
-        own = {
-            client: copied({n: t for n, t in model.state_dict().items() if n not in self.server})
-            for client, model in self.models.items()
-        }
-        return {"server": copied(self.server), **own}
-
-
-class SerialFedCP(Serial):
-    """FedCP: a policy shares each image's features out between a frozen global head and the client's own."""
+    parts: tuple[str, ...] = ("",)  # with what the names of leaves begin that are sent; batch norm stays
 
     def begin(self) -> None:
-        method = make(self.config.method)
-        self.lam = float(getattr(method, "lam"))  # noqa: B009  (a field of FedCP's)
+        self.method: Any = make(self.config.method)
         self.clients: dict[str, Any] = {
-            client: self.placed(method.build(self.info.arch, client, self.info, self.info.seed))
+            client: self.placed(self.method.build(self.info.arch, client, self.info, self.info.seed))
             for client in self.train
         }
-        for me in self.clients.values():
-            me.common.requires_grad_(False)
         first = next(iter(self.clients.values()))
-        self.shared = [n for n, _ in first.named_parameters() if n.startswith(("net.body.", "policy.", "common."))]
+        self.shared = self.travelling(first)
         self.server = self.sent(first)
+
+    def travelling(self, me: Any) -> list[str]:
+        kinds = (nn.BatchNorm1d, nn.BatchNorm2d)
+        norms = tuple(f"{name}." for name, part in me.named_modules() if isinstance(part, kinds))
+        return [n for n in me.state_dict() if n.startswith(self.parts) and not n.startswith(norms)]
 
     def sent(self, me: Any) -> State:
         state = me.state_dict()
@@ -206,13 +187,54 @@ class SerialFedCP(Serial):
     def received(self, client: str) -> Any:
         me = self.clients[client]
         me.load_state_dict(self.server, strict=False)
+        return me
+
+    def arrive(self, mean: State) -> None:
+        self.server = mean
+
+    def weights(self) -> dict[str, State]:
+        own = {
+            client: copied({n: t for n, t in me.state_dict().items() if n not in self.shared})
+            for client, me in self.clients.items()
+        }
+        return {"server": copied(self.server), **own}
+
+
+class SerialFedBN(Kept):
+    """FedBN: a model a client, into which everything but batch norm is copied; a plain mean."""
+
+    by_samples = False
+
+    def train_client(self, round: int, client: str) -> State:
+        me = self.received(client).train()
+        self.fit(round, client, me.parameters(), lambda x, y: cross_entropy(me(x), y))
+        return self.sent(me)
+
+    def scores(self, client: str) -> Callable[[Tensor], Tensor]:
+        return self.received(client).eval()
+
+
+class SerialFedCP(Kept):
+    """FedCP: a policy shares each image's features out between a frozen global head and the client's own."""
+
+    parts = ("net.body.", "policy.", "common.")
+
+    def begin(self) -> None:
+        super().begin()
+        for me in self.clients.values():
+            me.common.requires_grad_(False)
+
+    def travelling(self, me: Any) -> list[str]:
+        return [name for name, _ in me.named_parameters() if name.startswith(self.parts)]
+
+    def received(self, client: str) -> Any:
+        me = super().received(client)
         me.client["v"].copy_(normalize(me.net.head[-1].weight.detach().sum(0), dim=0))
         return me
 
     def score(self, me: Any, z: Tensor) -> Tensor:
         share = me.policy(me.client["v"] * z).view(len(z), 2, -1).softmax(dim=1)
-        scores: Tensor = me.common(share[:, 0] * z) + me.net.head(share[:, 1] * z)
-        return scores
+        return me.common(share[:, 0] * z) + me.net.head(share[:, 1] * z)
 
     def train_client(self, round: int, client: str) -> State:
         me = self.received(client).train()
@@ -220,29 +242,205 @@ class SerialFedCP(Serial):
 
         def loss(x: Tensor, y: Tensor) -> Tensor:
             z = me.net.body(x)
-            return cross_entropy(self.score(me, z), y) + self.lam * apart(z, frozen(x))
+            return cross_entropy(self.score(me, z), y) + self.method.lam * apart(z, frozen(x))
 
         self.fit(round, client, [*me.net.parameters(), *me.policy.parameters()], loss)
         sent, own = self.sent(me), me.net.head.state_dict()
         halves = {n: (t + own[n.removeprefix("common.")]) / 2 for n, t in sent.items() if n.startswith("common.")}
         return {**sent, **halves}
 
-    def arrive(self, mean: State) -> None:
-        self.server = mean
-
     def scores(self, client: str) -> Callable[[Tensor], Tensor]:
         me = self.received(client).eval()
         return lambda x: self.score(me, me.net.body(x))
 
+
+class SerialDitto(Kept):
+    """Ditto: after the common model, a personal one that is pulled towards what was received."""
+
+    by_samples, parts = False, ("common.",)
+
+    def train_client(self, round: int, client: str) -> State:
+        me = self.received(client).train()
+        anchor = [parameter.detach().clone() for parameter in me.common.parameters()]
+
+        def loss(x: Tensor, y: Tensor) -> Tensor:
+            pairs = zip(me.personal.parameters(), anchor, strict=True)
+            pull = sum((mine - received).square().sum() for mine, received in pairs)
+            return cross_entropy(me.personal(x), y) + self.method.lam / 2 * pull
+
+        self.fit(round, client, me.common.parameters(), lambda x, y: cross_entropy(me.common(x), y))
+        self.fit(round, client, me.personal.parameters(), loss)
+        return self.sent(me)
+
+    def scores(self, client: str) -> Callable[[Tensor], Tensor]:
+        return self.clients[client].personal.eval()
+
+
+class SerialScaffold(Kept):
+    """SCAFFOLD: every gradient is corrected by what the server's control variate has and the client's has not."""
+
+    by_samples, parts = False, ("net.",)
+
+    def begin(self) -> None:
+        super().begin()
+        net = next(iter(self.clients.values())).net
+        self.server |= {f"c.{name}": torch.zeros_like(each) for name, each in net.named_parameters()}
+
+    def train_client(self, round: int, client: str) -> State:
+        me = self.received(client).train()
+        mine, weights = me.control.tensors(), dict(me.net.named_parameters())
+        before = copied(weights)
+        correction = {name: self.server[f"c.{name}"] - mine[name] for name in weights}
+
+        def correct() -> None:
+            for name, weight in weights.items():
+                weight.grad.add_(correction[name])
+
+        steps = self.fit(round, client, weights.values(), lambda x, y: cross_entropy(me.net(x), y), correct)
+        rate = steps * self.config.train.optimizer.lr
+        change = {n: (before[n] - w.detach()) / rate - correction[n] - mine[n] for n, w in weights.items()}
+        for name, each in change.items():
+            mine[name].add_(each)
+        return {**self.sent(me), **{f"c.{name}": each for name, each in change.items()}}
+
+    def arrive(self, mean: State) -> None:
+        control = {name: each + mean[name] for name, each in self.server.items() if name.startswith("c.")}
+        self.server = {**mean, **control}
+
+    def scores(self, client: str) -> Callable[[Tensor], Tensor]:
+        return self.received(client).net.eval()
+
+
+class SerialFedPick(Kept):
+    """FedPick: a mask network picks the features that a personal head sees; both heads learn from each other."""
+
+    parts = ("net.",)
+
+    def picked(self, me: Any, z: Tensor, noise: Tensor | float) -> Tensor:
+        soft = ((me.mask(z) + noise) / self.method.tau).sigmoid()
+        return (soft >= self.method.threshold).float() + soft - soft.detach()
+
+    def train_client(self, round: int, client: str) -> State:
+        me, method, steps = self.received(client).train(), self.method, count()
+        noise = Noise(self.device, self.info.seed, "noise", round, client, "train", 0)
+
+        def loss(x: Tensor, y: Tensor) -> Tensor:
+            z, draw = me.net.body(x), noise.at(next(steps))
+            one, two = (-(-draw(name, *z.shape).log()).log() for name in ("plus", "minus"))
+            mask = self.picked(me, z, one - two)
+            g, p = me.net.head(z), me.relevant(z * mask)
+            u = me.irrelevant(z * (1 - mask)).log_softmax(1)
+            log_g, log_p = g.log_softmax(1), p.log_softmax(1)
+            apart = ((log_p.exp() - log_g.exp()) * (log_p - log_g)).sum(1).mean()  # both divergences at once
+            unsure = (u.exp() * u).sum(1).mean()
+            both = cross_entropy(g, y) + method.lam_lce * cross_entropy(p, y)
+            return both + method.lam_ent * unsure + method.lam_dis * apart
+
+        self.fit(round, client, me.parameters(), loss)
+        return self.sent(me)
+
+    def scores(self, client: str) -> Callable[[Tensor], Tensor]:
+        me = self.received(client).eval()
+
+        def score(x: Tensor) -> Tensor:
+            z = me.net.body(x)
+            personal = me.relevant(z * self.picked(me, z, 0.0))
+            return me.net.head(z).softmax(1) + personal.softmax(1)
+
+        return score
+
+
+class SerialFediOS(Kept):
+    """FediOS: two bodies, whose features are projected into subspaces of their own, and one head for them."""
+
+    parts, tests_trained = ("net.",), True
+
+    def features(self, me: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Generic, personal and fused ones."""
+        a, b = (z @ o @ o.T for z, o in ((me.net.body(x), me.basis["generic"]), (me.personal(x), me.basis["personal"])))
+        return a, b, self.method.alpha * a + (1 - self.method.alpha) * b
+
+    def train_client(self, round: int, client: str) -> State:
+        me = self.received(client).train()
+
+        def loss(x: Tensor, y: Tensor) -> Tensor:
+            every = self.features(me, x)
+            inner = (every[0] * every[1]).sum(1).abs().mean()
+            losses = torch.stack([cross_entropy(me.net.head(z), y) for z in every])
+            return losses.sum() + self.method.lam * inner
+
+        self.fit(round, client, [*me.net.parameters(), *me.personal.parameters()], loss)
+        return self.sent(me)
+
+    def scores(self, client: str) -> Callable[[Tensor], Tensor]:
+        me = self.clients[client].eval()
+        return lambda x: me.net.head(self.features(me, x)[2])
+
+
+class SerialFedCO2(Kept):
+    """Fed-CO2: an online and an offline model teach each other, then learn under all other clients' heads."""
+
+    by_samples, parts = False, ("online.",)
+
+    def begin(self) -> None:
+        super().begin()
+        self.heads = {client: copy.deepcopy(me.offline.head) for client, me in self.clients.items()}
+        self.next = dict(self.heads)  # those of the next round
+
+    def train_client(self, round: int, client: str) -> State:
+        me = self.received(client).train()
+        teachers = [copy.deepcopy(each).eval().requires_grad_(False) for each in (me.offline, me.online)]
+        others = [head.eval().requires_grad_(False) for name, head in self.heads.items() if name != client]
+        for student, teacher in zip((me.online, me.offline), teachers, strict=True):
+            self.fit(round, client, student.parameters(), self.taught(student, teacher))
+        for model in (me.online, me.offline):
+            self.fit(round, client, model.parameters(), self.under(model, others))
+        self.next[client] = copy.deepcopy(me.offline.head)
+        return self.sent(me)
+
+    def taught(self, student: nn.Module, teacher: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+        def loss(x: Tensor, y: Tensor) -> Tensor:
+            with torch.no_grad():
+                target = teacher(x).softmax(1)
+            return kl_div(student(x).log_softmax(1), target, reduction="batchmean")
+
+        return loss
+
+    def under(self, model: Any, others: list[nn.Module]) -> Callable[[Tensor, Tensor], Tensor]:
+        def loss(x: Tensor, y: Tensor) -> Tensor:
+            z = model.body(x)
+            total = cross_entropy(model.head(z), y)
+            for head in others:
+                total = total + self.method.mu * cross_entropy(head(z), y)
+            return total
+
+        return loss
+
+    def arrive(self, mean: State) -> None:
+        super().arrive(mean)
+        self.heads = dict(self.next)
+
+    def scores(self, client: str) -> Callable[[Tensor], Tensor]:
+        me = self.received(client).eval()
+        return lambda x: me.online(x) + me.offline(x)
+
     def weights(self) -> dict[str, State]:
-        heads = {
-            client: copied({f"net.head.{n}": t for n, t in me.net.head.state_dict().items()})
-            for client, me in self.clients.items()
-        }
-        return {"server": copied(self.server), **heads}
+        found = super().weights()
+        for client, head in self.heads.items():
+            found["server"] |= copied({of(client, name): each for name, each in head.state_dict().items()})
+        return found
 
 
-SERIAL: Mapping[str, type[Serial]] = {"fedavg": Serial, "fedbn": SerialFedBN, "fedcp": SerialFedCP}
+SERIAL: Mapping[str, type[Serial]] = {
+    "fedavg": Serial,
+    "fedbn": SerialFedBN,
+    "fedcp": SerialFedCP,
+    "fedpick": SerialFedPick,
+    "fedios": SerialFediOS,
+    "fed-co2": SerialFedCO2,
+    "ditto": SerialDitto,
+    "scaffold": SerialScaffold,
+}
 
 
 def apart(a: Tensor, b: Tensor) -> Tensor:
