@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fedprism import keys
 from fedprism.config import Config, structure
 from fedprism.engines import compiled, cuda_graphs, replay
 from fedprism.engines.client import make_info
@@ -388,6 +389,51 @@ def test_which_convolutions_become_products() -> None:
         assert compiled._conv2d(x_, weight_, **more) is None, more
     large = torch.empty(1, device="meta").expand(2000, 4, 100, 100)
     assert compiled._conv2d(large, weight.to("meta")) is None
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("padding", [0, (2, 1)])
+def test_convolutions_as_they_are_compiled(layout: torch.memory_format, padding: Any) -> None:
+    draws = keys.generator("convolution")
+    x, weight, bias = (
+        torch.randn(*shape, generator=draws, dtype=torch.float64) for shape in ((3, 4, 9, 7), (5, 4, 3, 2), (5,))
+    )
+    inputs = [each.requires_grad_() for each in (x.to(memory_format=layout), weight, bias)]
+    ours, theirs = compiled._conv2d(*inputs, padding=padding), functional.conv2d(*inputs, padding=padding)
+    assert ours is not None
+    torch.testing.assert_close(ours, theirs)
+    one, two = (torch.autograd.grad(each.pow(3).sum(), inputs) for each in (ours, theirs))
+    torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    ("sides", "kernel", "stride"),
+    [((8, 8), 2, None), ((9, 11), 2, 2), ((9, 10), 3, 2), ((15, 13), 3, 2), ((7, 7), (3, 2), (1, 2)), ((9, 9), 2, 3)],
+)
+def test_pooling_as_it_is_compiled(
+    sides: tuple[int, int], kernel: Any, stride: Any, layout: torch.memory_format
+) -> None:
+    """The first of several that are largest has the gradient, as in PyTorch; a number that is none stays so."""
+    x = torch.randn(2, 3, *sides, generator=keys.generator("x"), dtype=torch.float64).relu()
+    x = x.to(memory_format=layout).requires_grad_()
+    ours, theirs = compiled._max_pool2d(x, kernel, stride), functional.max_pool2d(x, kernel, stride)
+    assert ours is not None
+    assert torch.equal(ours, theirs)
+    toward = torch.randn(theirs.shape, generator=keys.generator("toward"), dtype=torch.float64)
+    one, two = (torch.autograd.grad(pooled, x, toward)[0] for pooled in (ours, theirs))
+    torch.testing.assert_close(one, two)
+    broken = x.detach().clone()
+    broken[0, 0, 1, 1] = torch.nan
+    pooled = compiled._max_pool2d(broken, kernel, stride)
+    assert torch.allclose(pooled, functional.max_pool2d(broken, kernel, stride), equal_nan=True)
+
+
+def test_which_pooling_is_left_as_it_is() -> None:
+    x = torch.rand(2, 3, 8, 8)
+    for more in ({"padding": 1}, {"dilation": 2}, {"ceil_mode": True}, {"return_indices": True}):
+        assert compiled._max_pool2d(x, 3, **more) is None, more
+    assert compiled._max_pool2d(x[0], 3) is None
 
 
 def test_kernels_are_assembled_by_one_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

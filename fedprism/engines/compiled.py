@@ -498,6 +498,8 @@ class Rewritten(TorchFunctionMode):
             # As rows of a matrix, which is how a product before it comes: the compiler then makes one kernel of both.
             x = args[0].permute(0, 2, 3, 1)
             return x.reshape(-1, x.shape[-1]).relu().view(x.shape).permute(0, 3, 1, 2)
+        if func is functional.max_pool2d and (pooled := _max_pool2d(*args, **kwargs)) is not None:
+            return pooled
         if func is functional.batch_norm:
             return _batch_norm(*args, **kwargs)
         if func in PRODUCTS and args[0].dtype == torch.float64 and args[0].ndim == args[1].ndim == 2:
@@ -533,38 +535,45 @@ def _conv2d(
 class Product(torch.autograd.Function):
     """Unfold, multiply; and back without a scatter.
 
-    Channels stand last, as a product's result has them: neighbours in memory are then read together, which in windows
-    of the input and in their gradient makes the difference.
+    A window's numbers stand in the order of the input's memory, so that neighbours are read together: channels last
+    behind another product, whose result has them so; channels first in images, and the weights are then a matrix as
+    they are.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, padding: tuple[int, int]) -> Tensor:
         out, _, high, wide = weight.shape
+        ctx.padding, ctx.shape, ctx.window, ctx.last = padding, x.shape, (high, wide), x.stride(1) == 1
+        x = _whole(x)
         padded = functional.pad(x, (padding[1], padding[1], padding[0], padding[0])) if any(padding) else x
         windows = padded.unfold(2, high, 1).unfold(3, wide, 1)  # [batch, channels, rows, columns, high, wide]
         n, c, rows, columns = windows.shape[:4]
-        unfolded = windows.permute(0, 2, 3, 4, 5, 1).reshape(n * rows * columns, high * wide * c)
-        ctx.save_for_backward(unfolded, weight)
-        ctx.padding, ctx.shape = padding, x.shape
-        product = torch.addmm(bias, unfolded, _matrix(weight).T)
-        return product.view(n, rows, columns, out).permute(0, 3, 1, 2)
+        windows, weight = (
+            (windows.permute(0, 2, 3, 4, 5, 1), weight.permute(0, 2, 3, 1))
+            if ctx.last
+            else (windows.permute(0, 2, 3, 1, 4, 5), weight)
+        )
+        unfolded, matrix = windows.reshape(n * rows * columns, high * wide * c), weight.reshape(out, -1)
+        ctx.save_for_backward(unfolded, matrix)
+        return torch.addmm(bias, unfolded, matrix.T).view(n, rows, columns, out).permute(0, 3, 1, 2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        unfolded, weight = ctx.saved_tensors
-        out, c, high, wide = weight.shape
-        n, _, rows, columns = grads[0].shape
+        unfolded, matrix = ctx.saved_tensors
+        (high, wide), c = ctx.window, ctx.shape[1]
+        n, out, rows, columns = grads[0].shape
+        window, order = ((high, wide, c), (2, 0, 1)) if ctx.last else ((c, high, wide), (0, 1, 2))
         grad = grads[0].permute(0, 2, 3, 1).reshape(n * rows * columns, out)
         of_weight = of_bias = of_x = None
         if ctx.needs_input_grad[1]:
-            of_weight = (grad.T @ unfolded).view(out, high, wide, c).permute(0, 3, 1, 2)
+            of_weight = (grad.T @ unfolded).view(out, *window).permute(0, *(1 + place for place in order))
         if ctx.needs_input_grad[2]:
             of_bias = grad.sum(0)
         if ctx.needs_input_grad[0]:
             # Each pixel takes part in high x wide windows: the sum over them, each shifted to its place.
-            parts = (grad @ _matrix(weight)).view(n, rows, columns, high, wide, c).permute(3, 4, 0, 5, 1, 2)
+            parts = (grad @ matrix).view(n, rows, columns, *window).permute(0, *(3 + place for place in order), 1, 2)
             shifted = [
-                functional.pad(parts[i, j], (j, wide - 1 - j, i, high - 1 - i))
+                functional.pad(parts[:, :, i, j], (j, wide - 1 - j, i, high - 1 - i))
                 for i in range(high)
                 for j in range(wide)
             ]
@@ -574,9 +583,68 @@ class Product(torch.autograd.Function):
         return of_x, of_weight, of_bias, None
 
 
-def _matrix(weight: Tensor) -> Tensor:
-    """A convolution's weights as rows, one a channel that comes out."""
-    return weight.permute(0, 2, 3, 1).reshape(len(weight), -1)
+def _whole(x: Tensor) -> Tensor:
+    """The same, but the compiler has to store it: it would compute again for each of its uses what led to it."""
+    return x.as_strided(x.shape, x.stride())
+
+
+def _max_pool2d(
+    x: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Tensor | None:
+    """Pooling without indices of pixels; None where it is better left as it is."""
+    kernel, stride = _pair(kernel_size), _pair(stride or kernel_size)
+    if x.ndim != 4 or ceil_mode or return_indices or (*_pair(padding), *_pair(dilation)) != (0, 0, 1, 1):
+        return None
+    pooled: Tensor = Maxima.apply(x, kernel, stride)  # type: ignore[no-untyped-call]
+    return pooled
+
+
+class Maxima(torch.autograd.Function):
+    """The largest of each window; and back without a scatter, for which a compiler needs two more kernels.
+
+    What is kept is which pixel of its window was the largest, the first one if several were.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kernel: tuple[int, int], stride: tuple[int, int]) -> Tensor:
+        sides = zip(x.shape[2:], kernel, stride, strict=True)
+        rows, columns = ([range(i, side - wide + i + 1, step) for i in range(wide)] for side, wide, step in sides)
+        pixels = [x[:, :, r.start : r.stop : r.step, c.start : c.stop : c.step] for r in rows for c in columns]
+        largest, which = pixels[0], torch.zeros_like(pixels[0], dtype=torch.int8)
+        for place, pixel in enumerate(pixels[1:], start=1):
+            larger = (pixel > largest) | pixel.isnan()
+            largest, which = torch.where(larger, pixel, largest), torch.where(larger, place, which)
+        ctx.save_for_backward(_whole(which))
+        ctx.kernel, ctx.stride, ctx.sides, ctx.last = kernel, stride, x.shape[2:], x.stride(1) == 1
+        return largest
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Each pixel asks the windows that it is in, two a side if they overlap, whether it was the largest there."""
+        (which,), (grad,), kernel, stride, sizes = ctx.saved_tensors, grads, ctx.kernel, ctx.stride, grads[0].shape[2:]
+        rows, columns = (torch.arange(side, device=grad.device) for side in ctx.sides)
+        rows = rows[:, None]
+        every: tuple[slice, ...] = (slice(None),) * 2
+        if ctx.last:  # what is computed is stored in the order of its dimensions
+            which, grad, every = which.permute(0, 2, 3, 1), grad.permute(0, 2, 3, 1), every[1:]
+        parts = []
+        for up in range(-(-kernel[0] // stride[0])):
+            for left in range(-(-kernel[1] // stride[1])):
+                r, c = rows // stride[0] - up, columns // stride[1] - left
+                place = (rows - r * stride[0]) * kernel[1] + columns - c * stride[1]
+                inside = (rows - r * stride[0] < kernel[0]) & (columns - c * stride[1] < kernel[1])
+                there = inside & (r >= 0) & (r < sizes[0]) & (c >= 0) & (c < sizes[1])
+                window = (*every, r.clamp(0, sizes[0] - 1), c.clamp(0, sizes[1] - 1))
+                place, there = (place[..., None], there[..., None]) if ctx.last else (place, there)
+                parts.append(torch.where(there & (which[window] == place), grad[window], 0))
+        total = sum(parts[1:], parts[0])
+        return total.permute(0, 3, 1, 2) if ctx.last else total, None, None
 
 
 def _pair(value: Any) -> tuple[int, int]:
