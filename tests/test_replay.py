@@ -429,6 +429,32 @@ def test_pooling_as_it_is_compiled(
     assert torch.allclose(pooled, functional.max_pool2d(broken, kernel, stride), equal_nan=True)
 
 
+def test_cross_entropy_as_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the batch's own labels alone: others may hold what PyTorch leaves out."""
+    draws = keys.generator("scores")
+    scores = torch.randn(6, 4, generator=draws, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(4, (6,), generator=draws)
+    some = torch.where(labels == 1, -100, labels)
+    written: list[Tensor] = []
+    plain = compiled._cross_entropy
+    monkeypatch.setattr(compiled, "_cross_entropy", lambda *args: written.append(plain(*args)) or written[-1])
+    cases: list[tuple[Tensor, dict[str, Any], bool]] = [
+        (labels, {}, True),
+        (some, {}, False),
+        (labels, {"label_smoothing": 0.1}, False),
+        (labels, {"reduction": "sum"}, False),
+        (labels, {"weight": torch.rand(4, generator=draws, dtype=torch.float64)}, False),
+    ]
+    for target, settings, rewritten in cases:
+        written.clear()
+        with compiled.Rewritten(labels):
+            ours = functional.cross_entropy(scores, target, **settings)
+        assert bool(written) == rewritten, settings
+        theirs = functional.cross_entropy(scores, target, **settings)
+        torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(*(torch.autograd.grad(each, scores) for each in (ours, theirs)))
+
+
 def test_which_pooling_is_left_as_it_is() -> None:
     x = torch.rand(2, 3, 8, 8)
     for more in ({"padding": 1}, {"dilation": 2}, {"ceil_mode": True}, {"return_indices": True}):

@@ -62,6 +62,15 @@ OPTIONS: dict[str, Any] = {
 RELUS = {functional.relu, torch.relu, torch.Tensor.relu}
 PRODUCTS = {torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__}
 
+PLAIN = {  # cross-entropy without settings
+    "weight": None,
+    "size_average": None,
+    "ignore_index": -100,
+    "reduce": None,
+    "reduction": "mean",
+    "label_smoothing": 0.0,
+}
+
 Function = Callable[..., Any]
 Name = tuple[str, str]
 Noises = tuple[str, tuple[int, ...]]  # the name and the shape of some noise
@@ -136,7 +145,7 @@ def trace(
         logs: dict[str, Tensor] = {}
         logged.clear()
         with _swapped(layout.slots, inner), _listening(me, noise, logs, logged), torch.enable_grad():
-            with Rewritten(), precision(work.config, x.device):
+            with Rewritten(y), precision(work.config, x.device):
                 loss = work.each.loss(me, x, y)
             assert loss is not None
             trained = [inner[place] for place in layout.trained]
@@ -484,7 +493,11 @@ def _listening(me: Me, noise: dict[Any, Tensor], logs: dict[str, Tensor], logged
 
 
 class Rewritten(TorchFunctionMode):
-    """Within: convolutions of small batches are matrix products, and batch norm is written out."""
+    """Within: convolutions of small batches are matrix products; pooling, batch norm and losses are written out."""
+
+    def __init__(self, labels: Tensor) -> None:
+        super().__init__()
+        self.labels = labels
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -502,6 +515,8 @@ class Rewritten(TorchFunctionMode):
             return pooled
         if func is functional.batch_norm:
             return _batch_norm(*args, **kwargs)
+        if func is functional.cross_entropy and args[1] is self.labels and kwargs == PLAIN:
+            return _cross_entropy(*args)
         if func in PRODUCTS and args[0].dtype == torch.float64 and args[0].ndim == args[1].ndim == 2:
             return (args[0].unsqueeze(1) * args[1].T.unsqueeze(0)).sum(2)
         return func(*args, **kwargs)
@@ -678,6 +693,12 @@ def _batch_norm(
     scale = (var + eps).rsqrt() * (1.0 if weight is None else weight)
     shift = (0.0 if bias is None else bias) - mean * scale
     return x * scale.view(shape) + shift.view(shape)
+
+
+def _cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
+    """Of the labels of a batch, which are classes: PyTorch's counts those first that are to be left out."""
+    right = torch.arange(scores.shape[1], device=scores.device) == labels.unsqueeze(1)
+    return -torch.where(right, scores.log_softmax(1), 0).sum(1).mean()
 
 
 # --- the update ------------------------------------------------------------------------------------------------------
