@@ -135,13 +135,18 @@ def test_out_of_memory_lowers_the_number_of_slots(tmp_path: Path) -> None:
         {"method": "fedpick"},
         {"method": "fedavg", "run": {"precision": "bf16"}},
         {"method": "local", "model": {"per_client": ["lenet-bn", "mlp", "cnn4", "mlp", "mlp"]}},
+        {"method": "fedavg", "model": {"name": "mlp", "hidden": [4096, 1024]}},  # a product that is left to cuBLAS
+        {"method": "fedbn", "model": "alexnet-bn", "data": {**UNEQUAL, "image_size": 64}},  # windows that overlap
     ],
-    ids=["fedavg", "fedcp", "fedpick", "bf16", "mixed"],
+    ids=["fedavg", "fedcp", "fedpick", "bf16", "mixed", "wide", "alexnet"],
 )
-def test_compiled_steps_follow_the_captured_ones(change: dict[str, Any], tmp_path: Path) -> None:
+def test_compiled_steps_follow_the_captured_ones(
+    change: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     raw = {**RAW, "data": UNEQUAL, "train": {"rounds": 2, "batch": 16}, **change}
     raw["run"] = {**RAW["run"], **change.get("run", {})}
     captured, compiled = (losses(with_run(raw, compile=each), tmp_path / str(each)) for each in (False, True))
+    assert "(compiled)" not in caplog.text  # with the reason, if it could not be compiled
     assert captured == pytest.approx(compiled, rel=0.05)
 
 
