@@ -23,10 +23,10 @@ from fedprism.data.images import changes, check_inputs, normalise
 from fedprism.data.pictures import DAMAGED, read_picture, reason
 from fedprism.engines import serverside
 from fedprism.engines.choose import check_engine, make_engine
-from fedprism.engines.client import Job, client_receive, make_info, make_now
+from fedprism.engines.client import Job, client_adapt, client_receive, make_info, make_now
 from fedprism.engines.compiled import settle
 from fedprism.engines.events import Callback, Snapshot
-from fedprism.engines.loop import Loop, make_loop
+from fedprism.engines.loop import Loop, digest, make_loop
 from fedprism.engines.noise import keyed_draw
 from fedprism.engines.numerics import choose_device, choose_precision, numerics
 from fedprism.engines.passes import learning_rate, sweep_batch
@@ -185,7 +185,7 @@ def resume(
     """
     with RunDirectory.open(path, write=True) as directory:
         if directory.status in ("finished", "diverged"):
-            return load(path, method=method)
+            return load(path, method=method, federation=federation)
         config = directory.config
         federation = federation or make_federation(config.data, config.seed)
         _check_clients(directory, federation)
@@ -238,7 +238,7 @@ def _run_new(
 def _run(loop: Loop, directory: RunDirectory, callbacks: Sequence[Callback], given: Method | None) -> Run:
     with numerics(loop.config.run, loop.device):
         loop.run([directory.recorder(), *callbacks], start=directory.latest(), folder=directory.states)
-    return load(directory.path, method=given)
+    return load(directory.path, method=given, federation=loop.federation)
 
 
 def _set_aside(path: Path) -> Path:
@@ -248,9 +248,13 @@ def _set_aside(path: Path) -> Path:
         return path.rename(aside / path.name).parent
 
 
-def load(path: str | Path, *, method: Method | None = None) -> Run:
-    """A run from its directory, finished or not; needs none of its data."""
-    return Run(Path(path), read_run(path), method)
+def load(path: str | Path, *, method: Method | None = None, federation: Federation | None = None) -> Run:
+    """A run from its directory, finished or not.
+
+    Its data are needed by the models of methods that adapt before they are tested, and by nothing else. They are read
+    as the run read them; a federation of one's own arrays must be given again.
+    """
+    return Run(Path(path), read_run(path), method, federation)
 
 
 # --- many runs -------------------------------------------------------------------------------------------------------
@@ -339,10 +343,12 @@ def _run_cell(cell: Cell, federations: dict[int, Federation], callbacks: Sequenc
         federations.clear()  # one at a time in memory
         federations[config.seed] = make_federation(config.data, config.seed)
     if status is None:
-        return _run_new(config, federations[config.seed], cell.path, callbacks)
-    with RunDirectory.open(cell.path, write=True) as directory:
-        _check_clients(directory, federations[config.seed])
-        return _run(_make_loop(config, federations[config.seed]), directory, callbacks, None)
+        _run_new(config, federations[config.seed], cell.path, callbacks)
+    else:
+        with RunDirectory.open(cell.path, write=True) as directory:
+            _check_clients(directory, federations[config.seed])
+            _run(_make_loop(config, federations[config.seed]), directory, callbacks, None)
+    return load(cell.path)  # without the federation
 
 
 def table(runs: Sequence[Run], protocol: Protocol | str | None = None) -> Table:
@@ -356,10 +362,13 @@ def table(runs: Sequence[Run], protocol: Protocol | str | None = None) -> Table:
 class Run:
     """A run: its records, its table and its models."""
 
-    def __init__(self, path: Path, record: RunRecord, method: Method | None = None) -> None:
+    def __init__(
+        self, path: Path, record: RunRecord, method: Method | None = None, federation: Federation | None = None
+    ) -> None:
         self.path = path
         self.record = record
         self._method = method
+        self._federation = federation
 
     @property
     def method(self) -> str:
@@ -379,8 +388,12 @@ class Run:
 
     @cached_property
     def models(self) -> Models:
-        """Each client's model of the best round on validation data, by name."""
-        return Models(self.path, self.record, self._method or make(self.record.config.method))
+        """Each client's model of the best round on validation data, by name, at the moment of the method's test.
+
+        Of a method that adapts before it (FedBABU, fine-tuning, Per-FedAvg) a model is adapted when it is asked for.
+        """
+        method = self._method or make(self.record.config.method)
+        return Models(self.path, self.record, method, self._federation)
 
     def __repr__(self) -> str:
         return f"<fedprism run of {self.method}, seed {self.seed}, {self.status}, in {self.path}>"
@@ -389,8 +402,9 @@ class Run:
 class Models(Mapping[str, "ClientModel"]):
     """The clients' models, loaded from the best checkpoint when first asked for."""
 
-    def __init__(self, path: Path, record: RunRecord, method: Method) -> None:
-        self._config, self._method = record.config, method
+    def __init__(self, path: Path, record: RunRecord, method: Method, federation: Federation | None = None) -> None:
+        self._path, self._config, self._method, self._federation = path, record.config, method, federation
+        self._digests = record.info.get("images", {})
         self._info = make_info(self._config, record.clients, len(record.class_names), record.shape)
         self._class_names = record.class_names
         with RunDirectory.open(path) as directory:
@@ -402,7 +416,27 @@ class Models(Mapping[str, "ClientModel"]):
     def __getitem__(self, client: str) -> ClientModel:
         if client not in self._info.archs:
             raise KeyError(f"there is no client {client!r}; there are {', '.join(self._info.clients)}.")
-        return ClientModel.of(self._method, self._config, self._info, self._class_names, self.snapshot, client)
+        data = self._data(client) if self._method.moment == "adapted" else None
+        return ClientModel.of(self._method, self._config, self._info, self._class_names, self.snapshot, client, data)
+
+    def _data(self, client: str) -> Federation:
+        """The images that the run had, to adapt a model on."""
+        again = f"give them to fp.load({str(self._path)!r}, federation=...)"
+        if self._federation is None:
+            try:
+                self._federation = make_federation(self._config.data, self._config.seed)
+            except (ConfigError, DataError) as error:
+                raise DataError(
+                    f"{self._method.id} adapts a model to its client's images before it is tested, and the images of "
+                    f"this run cannot be read again. To have its models, {again}. The reason: {error}"
+                ) from error
+        given = self._federation.clients.get(client)
+        if given is None or digest(given) != self._digests.get(client):
+            raise RecordError(
+                f"{self._method.id} adapts a model to its client's images before it is tested, but those of {client!r} "
+                f"are not the ones that {self._path} was run with; {again}."
+            )
+        return self._federation
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._info.clients)
@@ -424,19 +458,32 @@ class ClientModel:
 
     @classmethod
     def of(
-        cls, method: Method, config: Config, info: Info, names: tuple[str, ...], snapshot: Snapshot, client: str
+        cls,
+        method: Method,
+        config: Config,
+        info: Info,
+        names: tuple[str, ...],
+        snapshot: Snapshot,
+        client: str,
+        federation: Federation | None = None,
     ) -> ClientModel:
-        """The client's model at its method's own moment: as received, or as it left local training."""
+        """The client's model at its method's own moment: as received, as it left local training, or adapted to the
+        client's images, for which alone a federation is needed."""
         arch = info.archs[client]
         module = method.build(arch, client, info, info.seed)
         state = snapshot.clients[client]
         if method.moment != "trained" or state is None:
-            nothing = Split(_as_inputs((), arch.shape), torch.empty(0, dtype=torch.int64))
-            data = ClientData(client, client, nothing, nothing, nothing, info.classes)
-            job = Job(method, config, info, data, snapshot.round)
             now = replace(make_now(method, config, info, module, snapshot.round), client=client)
             down = method.encode(method.send(serverside.of_method(snapshot.server), client, now), now)
-            state = client_receive(job, state, down)
+            if federation is None:
+                nothing = Split(_as_inputs((), arch.shape), torch.empty(0, dtype=torch.int64))
+                data = ClientData(client, client, nothing, nothing, nothing, info.classes)
+                state = client_receive(Job(method, config, info, data, snapshot.round), state, down)
+            else:
+                job = Job(method, config, info, federation.clients[client], snapshot.round, public=federation.public)
+                run = replace(config.run, precision="bf16" if config.run.precision == "bf16" else "fp32")  # on a CPU
+                with numerics(run, job.device):
+                    state = client_adapt(job, state, down)
         load_state(module, state)
         return cls(client, method, module.eval(), config, info, names)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fedprism.engines.client import Job, _adapt, _enter, client_receive, finish, make_info, open_slot, take
+from fedprism.engines.client import Job, client_receive, make_info, open_slot
 from fedprism.engines.passes import inputs
 from fedprism.federation import Federation
 from fedprism.methods.apfl import APFL
@@ -202,22 +202,30 @@ def job_of(tiny: Federation) -> Job:
     return Job(APFL(), config, info, tiny.clients["plain"], 0)
 
 
-def test_who_comes_later_begins_with_the_common_model(tiny: Federation) -> None:
-    run = train(APFL(), tiny)
-    for later, equal in ((("plain",), True), ((), False)):
-        job = replace(job_of(tiny), info=replace(run.loop.info, later=later), round=3)
-        state = client_receive(job, None, run.server)
-        assert same(part(state, "personal."), part(run.server, "common.")) == equal
+@pytest.mark.parametrize("later", [(), ("plain",)], ids=["member", "later"])
+@pytest.mark.parametrize("alone", [False, True])
+def test_who_is_new_begins_with_the_common_model(later: tuple[str, ...], alone: bool, tiny: Federation) -> None:
+    """But for a member whom the common model does not concern, who begins as Local does."""
+    method = APFL(alpha=1.0, adaptive=False) if alone else APFL()
+    run = train(method, tiny)
+    job = replace(job_of(tiny), method=method, info=replace(run.loop.info, later=later), round=3)
+    state = client_receive(job, None, run.server)
+    assert same(part(state, "personal."), part(run.server, "common.")) == (not alone or bool(later))
 
 
-def test_who_has_never_trained_adapts_alpha_at_the_full_rate(tiny: Federation) -> None:
-    """Whatever a schedule has come to; a member's v has its first weights then, so its alpha moves."""
-    run, found = train(APFL(), tiny), []
-    for schedule in ("none", {"name": "step", "every": 1, "gamma": 1e-6}):
-        job = replace(job_of(tiny), config=config_of(train={"schedule": schedule}), round=2)
-        me = open_slot(job)
-        now = _enter(me, job, None, run.server)
-        finish(_adapt(me, job, now))
-        found.append(take(me.model))
-    assert same(*found)
-    assert float(found[0]["share.alpha"]) != 0.5
+def test_a_member_that_was_never_sampled_is_tested_with_the_common_model(tiny: Federation) -> None:
+    """Not with a mixture of it and of weights that nobody has trained, which has hardly learned anything."""
+    run = train(APFL(), tiny, clients={"participation": 0.34}, train={"rounds": 3})  # one client a round
+    average = train(FedAvg(), tiny, clients={"participation": 0.34}, train={"rounds": 3})
+    absent = [client for client, state in run.seen.snapshots[-1].clients.items() if state is None]
+    assert absent == ["plain"]
+    mixed, common = (each.seen.records[-1].scores["received"]["test"] for each in (run, average))
+    assert mixed["plain"] == common["plain"]
+    assert mixed["textured"] != common["textured"]
+
+
+def test_alpha_follows_the_schedule(tiny: Federation) -> None:
+    """Its rate is the round's: with one that has come to next to nothing it stands still."""
+    schedule = {"name": "step", "every": 1, "gamma": 1e-9}
+    assert all(a == pytest.approx(0.5, abs=1e-7) for a in alphas(train(APFL(), tiny, train={"schedule": schedule})))
+    assert all(abs(a - 0.5) > 1e-5 for a in alphas(train(APFL(), tiny)))

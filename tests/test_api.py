@@ -16,6 +16,7 @@ import fedprism as fp
 from fedprism import api
 from fedprism.config import Config, Normal, TrainConfig, read, structure
 from fedprism.data.images import normalise
+from fedprism.methods import METHODS
 from fedprism.methods.base import Method, Pass
 from fedprism.records import Protocol, RunDirectory, outcome
 
@@ -40,6 +41,34 @@ def test_the_models_predict_what_the_table_says(run: fp.Run, three: fp.Federatio
         guess = run.models[name].predict(data.test.x)
         accuracy = float((torch.as_tensor(guess) == data.test.y).float().mean())
         assert accuracy == pytest.approx(figures.accuracy[name], abs=1e-6)
+
+
+def test_adapted_models_predict_what_the_table_says(three: fp.Federation, tmp_path: Path) -> None:
+    """Of methods that are tested after an adaptation, too; with the federation at hand and with it made again."""
+    adapting = [name for name, method in METHODS.items() if method.moment == "adapted"]
+    assert set(adapting) == {"finetune", "fedbabu", "per-fedavg"}
+    for method in adapting:
+        settings = ["train.schedule=cosine"]  # which an adaptation does not follow
+        run = fp.train(three, method, rounds=4, out=tmp_path / method, settings=settings)
+        figures = outcome(run.record, Protocol())
+        for models in (run.models, fp.load(run.path).models):
+            for name, data in three.clients.items():
+                guess = torch.as_tensor(models[name].predict(data.test.x))
+                assert float((guess == data.test.y).float().mean()) == pytest.approx(figures.accuracy[name], abs=1e-6)
+        adapted, received = run.models["plain"].module.state_dict(), run.models.snapshot.server
+        assert any(not torch.equal(adapted[name], tensor) for name, tensor in received.items()), method
+
+
+def test_adapted_models_need_the_images_of_the_run(three: fp.Federation, tmp_path: Path) -> None:
+    arrays = {name: (data.train.x, data.train.y) for name, data in three.clients.items()}
+    own = fp.Federation.from_arrays(arrays)
+    path = fp.train(own, "finetune", rounds=1, out=tmp_path / "run").path
+    with pytest.raises(fp.DataError, match=r"finetune adapts a model.*federation=\.\.\."):
+        fp.load(path).models["plain"]
+    with pytest.raises(fp.RecordError, match="'plain' are not the ones"):
+        fp.load(path, federation=three).models["plain"]
+    assert fp.load(path, federation=own).models["plain"].predict(three.clients["plain"].test.x[:3]).shape == (3,)
+    assert fp.load(path, method=fp.FedAvg()).models["plain"].predict(three.clients["plain"].test.x[:3]).shape == (3,)
 
 
 def test_a_loaded_run_is_the_same_run(run: fp.Run, three: fp.Federation) -> None:

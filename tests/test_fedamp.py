@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from statistics import median_low
 from typing import Any
 
 import pytest
@@ -14,15 +15,20 @@ from torch.nn.functional import cross_entropy
 from fedprism.config import structure
 from fedprism.engines.client import Job, Result, client_round, open_slot
 from fedprism.errors import ConfigError
-from fedprism.federation import Federation, Split
+from fedprism.federation import Federation, Split, federation
 from fedprism.methods.base import State, Upload, squared_distance
-from fedprism.methods.fedamp import FedAMP
+from fedprism.methods.fedamp import FedAMP, typical
 from fedprism.methods.fedprox import FedProx
 from fedprism.methods.local import Local
 from tests.helpers import cut, loop_for, same
 from tests.test_limit_cases import MLP, Trained, config_of, train
 
 HUGE = 1e300
+
+
+@pytest.fixture(scope="module")
+def five() -> Federation:
+    return federation("digits-skew", clients=5, seed=0, samples=40, split={"validation": 0.02, "test": 0.1})
 
 
 def mix_of(run: Trained) -> Tensor:
@@ -64,22 +70,49 @@ def test_a_real_run_mixes(tiny: Federation) -> None:
     assert logged == xi.diagonal().tolist()
 
 
+def test_a_real_run_of_few_participants_mixes(five: Federation) -> None:
+    """Five clients, two of them a round: every model that was ever sent counts."""
+    run = train(FedAMP(), five, model=MLP, clients={"participation": 0.4}, train={"rounds": 6})
+    known = run.server["sent"]
+    others = mix_of(run)[known][:, known][~torch.eye(int(known.sum()), dtype=torch.bool)]
+    assert int(known.sum()) >= 4
+    assert others.mean() > 1 / (4 * len(five.names))
+
+
+def test_sigma_is_the_median_of_the_rounds_uploads(five: Federation) -> None:
+    """Not of the models of those who took no part, though these are mixed too; one upload alone has no distance."""
+    run = train(FedAMP(), five, model=MLP, train={"rounds": 1})
+    loop, place = run.loop, run.loop.info.place
+    weights = [n for n, _ in loop.models[loop.info.arch].named_parameters()]
+    models = {c: {n: state[n] for n in weights} for c, state in run.states.items()}
+    far = {(a, b): float(squared_distance(models[a], models[b])) for a in models for b in models if a != b}
+    for there in (five.names[:3], five.names[1:3], five.names[4:]):
+        uploads = [Upload(c, 40, {f"model/{n}": t for n, t in run.states[c].items()}) for c in there]
+        xi = loop.method.aggregate(loop.server, uploads, loop.now(1))["mix"]
+        pairs = [d for pair, d in far.items() if len(there) == 1 or set(pair) <= set(there)]
+        for (a, b), d in far.items():
+            expected = math.exp(-d / median_low(pairs)) / 5
+            assert float(xi[place[a], place[b]]) == pytest.approx(expected, rel=1e-4)
+
+
 def test_attention_by_hand() -> None:
     """Squared distances of 1, 4 and 9 between three clients."""
     far = torch.tensor([[0, 1, 9], [1, 0, 4], [9, 4, 0]], dtype=torch.float64)
     e = math.exp
-    xi = FedAMP(sigma=2.0, alpha=0.5).attention(far, 3)
+    xi = FedAMP(alpha=0.5).attention(far, 2.0, 3)
     expected = [
         [1 - (e(-0.5) + e(-4.5)) / 4, e(-0.5) / 4, e(-4.5) / 4],
         [e(-0.5) / 4, 1 - (e(-0.5) + e(-2)) / 4, e(-2) / 4],
     ]
     torch.testing.assert_close(xi[:2], torch.tensor(expected, dtype=torch.float64))
     # By default sigma is the median, 4, and alpha/sigma = 1/3.
-    xi = FedAMP().attention(far, 3)
+    xi = FedAMP().attention(far, typical(far), 3)
     torch.testing.assert_close(xi[2], torch.tensor([e(-9 / 4), e(-1), 3 - e(-9 / 4) - e(-1)], dtype=torch.float64) / 3)
     # Uploads that are all the same have no median distance, and one upload has no distance at all.
-    torch.testing.assert_close(FedAMP().attention(0 * far, 3), torch.full((3, 3), 1 / 3, dtype=torch.float64))
-    assert FedAMP().attention(far[:1, :1], 3).tolist() == [[1.0]]
+    torch.testing.assert_close(
+        FedAMP().attention(0 * far, typical(0 * far), 3), torch.full((3, 3), 1 / 3, dtype=torch.float64)
+    )
+    assert FedAMP().attention(far[:1, :1], typical(far[:1, :1]), 3).tolist() == [[1.0]]
 
 
 def test_distances_are_of_parameters_alone(tiny: Federation) -> None:
@@ -145,11 +178,11 @@ def test_the_longest_step_is_not_refused_by_rounding(tiny: Federation) -> None:
     method = FedAMP(alpha=0.1, sigma=0.3)
     four = replace(tiny, clients={**tiny.clients, "more": replace(tiny.clients["plain"], name="more")})
     assert loop_for(method, config_of(), four)
-    own = method.attention(torch.zeros(4, 4, dtype=torch.float64), 4).diagonal()
+    own = method.attention(torch.zeros(4, 4, dtype=torch.float64), 0.3, 4).diagonal()
     assert own.tolist() == pytest.approx([0.0] * 4, abs=1e-9)
     assert (own >= 0).all()
     for alpha, sigma in ((0.1, 0.3), (0.7, 2.1), (1.1, 3.3), (1.3, 3.9)):
-        assert (FedAMP(alpha=alpha, sigma=sigma).attention(torch.zeros(4, 4, dtype=torch.float64), 4) >= 0).all()
+        assert (FedAMP(alpha=alpha).attention(torch.zeros(4, 4, dtype=torch.float64), sigma, 4) >= 0).all()
     with pytest.raises(ConfigError, match="alpha may be at most sigma / 3"):
         loop_for(FedAMP(alpha=0.1 + 1e-8, sigma=0.3), config_of(), four)
 

@@ -13,12 +13,14 @@ from torch import Tensor
 from fedprism.config import Config, structure
 from fedprism.engines.client import Job, client_evaluate, client_round, open_slot
 from fedprism.engines.loop import Loop
+from fedprism.errors import ConfigError
 from fedprism.federation import Federation
 from fedprism.methods import METHODS
 from fedprism.methods.base import Me, Method, Net, Now, State, leaves
 from fedprism.methods.fedavg import FedAvg
 from fedprism.methods.fedbabu import FedBABU
 from fedprism.methods.fedper import FedPer
+from fedprism.methods.finetune import FineTune
 from tests.helpers import Collect, loop_for, same
 from tests.test_finetune import changed, tuned
 
@@ -114,3 +116,13 @@ def test_a_stranger_has_the_same_head(tiny: Federation) -> None:
     job = job_of(loop, tiny, "tinted")
     assert same(of(open_slot(job).model.state_dict(), "head"), of(loop.states["plain"], "head"))
     assert client_evaluate(job, None, down) == client_evaluate(job, loop.states["tinted"], down)
+
+
+def test_a_model_without_a_body_is_refused(tiny: Federation) -> None:
+    """It would train nothing, without a word."""
+    flat = {"name": "mlp", "head_layers": "all"}
+    with pytest.raises(ConfigError, match="the body is to be trained, but this model's has no weights"):
+        loop_for(FedBABU(), config_of(model=flat), tiny)
+    with pytest.raises(ConfigError, match="the body is to be trained"):
+        trained(FineTune(tunes="body"), tiny, model=flat)
+    assert trained(FineTune(), tiny, model=flat)

@@ -117,6 +117,15 @@ def test_samples_weight_where_asked_for(tiny: Federation) -> None:
     assert sent(loop, server, "plain")[0][0, 0].item() == pytest.approx((3 * 1 + 4) / 4, abs=1e-6)
 
 
+def test_a_client_of_very_many_images_does_not_drown_the_others(tiny: Federation) -> None:
+    """Its own part is taken out of everybody's sum, of which a small one must be left as it is."""
+    loop = loop_for(FedDistill(), config_of(clients={"weighting": "samples"}), tiny)
+    uploads = uploaded({0: [0.9]}, {0: [0.3]})
+    uploads[0].state["prototypes.count"][0] = 1e7
+    server = loop.method.aggregate(loop.server, uploads, loop.now(0))
+    assert sent(loop, server, "plain")[0][0, 0].item() == pytest.approx(0.3, abs=1e-7)
+
+
 def test_who_is_absent_counts_with_what_it_sent_last(tiny: Federation) -> None:
     loop = loop_for(FedDistill(), config_of(), tiny)
     server = loop.method.aggregate(loop.server, uploaded({0: [1.0]}, {0: [2.0]}), loop.now(0))

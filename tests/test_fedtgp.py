@@ -153,6 +153,27 @@ def test_batches_are_drawn_by_key(tiny: Federation) -> None:
         assert torch.allclose(one, other, atol=1e-6) == equal
 
 
+def test_an_epoch_goes_over_all_batches_in_their_drawn_order(tiny: Federation) -> None:
+    """An epoch over 30 prototypes in batches of 8 is four epochs of one batch each, one after the other."""
+    method, sent = FedTGP(server_epochs=1, server_batch=8), uploads(10)
+    loop = loop_of(method, tiny)
+    after = method.aggregate(loop.server, sent, loop.now(0))
+    means = torch.stack([u.state["prototypes.mean"] for u in sent])
+    centres = list(means.mean(0))
+    margin = max(min((a - b).norm() for b in centres if b is not a) for a in centres)
+    points, labels = means.flatten(0, 1), torch.arange(10).repeat(3)
+    order = torch.randperm(30, generator=loop.now(0).rng("prototypes", 0))
+    weights = [tensor.clone() for tensor in part(loop.server, "generator.").values()]
+    for begin in (0, 8, 16, 24):
+        rows = order[begin : begin + 8]
+        e, w1, b1, w2, b2 = leaves = [tensor.requires_grad_() for tensor in weights]
+        far = (points[rows].unsqueeze(1) - ((e @ w1.T + b1).relu() @ w2.T + b2)).square().sum(2).sqrt()
+        loss = cross_entropy(-(far + margin * (labels[rows].unsqueeze(1) == torch.arange(10))), labels[rows])
+        weights = [w.detach() - 0.01 * g for w, g in zip(leaves, torch.autograd.grad(loss, leaves), strict=True)]
+    for made, weight in zip(part(after, "generator.").values(), weights, strict=True):
+        torch.testing.assert_close(made, weight)
+
+
 def test_a_prototype_that_lies_on_another_has_a_gradient(tiny: Federation) -> None:
     """The distance of a client's prototype from the made one is then 0, whose root has no slope."""
     method = FedTGP(server_epochs=2, server_batch=1000)

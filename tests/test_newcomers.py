@@ -131,6 +131,19 @@ def test_a_server_that_keeps_what_each_sent_keeps_nothing_of_a_newcomer(name: st
     assert not same(member, server)
 
 
+def test_a_newcomer_of_fedfomo_begins_with_a_mean(trained: Trained) -> None:
+    """Sent for by its name it gets models of members, and begins with their mean, not with a model nobody trained."""
+    loop, now = trained("fedfomo"), later(trained("fedfomo"), ROUNDS).but(client=NEW)
+    down = loop.method.send(loop.server, NEW, now)
+    assert len(down) == len(loop.info.clients) * len(now.shared)  # as few as there are, each is sent
+    begun = client_receive(job_of(loop, NEW), None, down)
+    means = {n: sum(loop.server[f"of.{c}/{n}"] for c in loop.info.clients) / len(loop.info.clients) for n in now.shared}
+    for n, expected in means.items():
+        torch.testing.assert_close(begun[n], torch.as_tensor(expected))
+    again = client_receive(job_of(loop, NEW), begun, {n: t + 1 for n, t in down.items()})
+    assert same(again, begun)  # from then on they are mixed in before training
+
+
 def test_a_newcomers_head_counts_in_lg_fedavg(trained: Trained) -> None:
     """It is sent the whole model, however often, and keeps its own body from its first training on."""
     loop = trained("lg-fedavg")

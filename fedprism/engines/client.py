@@ -78,6 +78,13 @@ def client_receive(job: Job, state: State | None, down: State, slot: Me | None =
     return finish(launch_receive(job, state, down, slot)).result()
 
 
+def client_adapt(job: Job, state: State | None, down: State) -> State:
+    """The state of a client at the moment `adapted`, which no round keeps."""
+    me = open_slot(job)
+    finish(_adapt(me, job, _enter(me, job, state, down)))
+    return take(me.model)
+
+
 # --- the same in turns, without waiting for the device: for an engine that runs many clients at once ------------------
 
 

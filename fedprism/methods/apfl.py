@@ -41,7 +41,8 @@ class APFL(Method):
 
     def receive(self, me: Me, now: Now) -> None:
         super().receive(me, now)
-        if now.new and now.client in now.info.later:  # not half a model that nobody has trained
+        alone = self.alpha == 1 and not self.adaptive and now.client not in now.info.later  # as Local
+        if now.new and not alone:  # else it would be tested with half a model that nobody has trained
             load(me.model.personal, leaves.tensors(me.model.common))
 
     def start(self, me: Me, now: Now) -> None:

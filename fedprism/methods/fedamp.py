@@ -24,13 +24,16 @@ class FedAMP(FedProx):  # a client trains as in FedProx, near a received model t
     shares = "the whole model; each client is sent a mixture of its own"
     group = "mixture"
     reveals = "a mixture of the other clients' models, in which near ones weigh most"
+    newcomers = "get the plain mean of all clients' last models and train one round near it before they are tested"
     weighting = "contribution"
     moment = "trained"
     has_global = False
     shows = {**FedProx.shows, "weight/own": "share of a client's own model in its next cloud model"}
 
     mu: float = setting(0.1, "weight of the pull, mu/2 |w - cloud|^2: lambda/alpha", lambda v: v >= 0, "0 or more")
-    sigma: float | None = setting(None, "scale of squared distances; null: their median", positive, "above 0")
+    sigma: float | None = setting(
+        None, "scale of squared distances; null: the median of the round's uploads", positive, "above 0"
+    )
     alpha: float | None = setting(None, "step of the mixing; null: sigma / clients", positive, "above 0")
 
     # The server keeps everybody's last upload (`LEAF/all`), who has sent one, and how they are mixed: a row a client,
@@ -68,18 +71,24 @@ class FedAMP(FedProx):  # a client trains as in FedProx, near a received model t
         known = sent.nonzero().flatten()
         far = distances(kept[n][known] for n in leaves.parameters(now.info.arch.hollow()) if n in kept)
         mix = (sent.double() / len(known)).repeat(count + 1, 1)  # who has sent nothing yet is a stranger: a plain mean
-        mix[known[:, None], known] = self.attention(far, count)
+        fresh = torch.isin(known, at) if len(uploads) > 1 else slice(None)  # one upload has no distance of its own
+        sigma = self.sigma or typical(far[fresh][:, fresh])
+        mix[known[:, None], known] = self.attention(far, sigma, count)
         for upload, own in zip(uploads, mix.diagonal()[at].tolist(), strict=True):
             now.log("weight/own", upload.client, own)
         plain = {f"model/{n}": mixed(mix[-1], rows) for n, rows in kept.items()}
         return {"sent": sent, "mix": mix, **{f"{n}/all": rows for n, rows in kept.items()}, **plain}
 
-    def attention(self, far: Tensor, count: int) -> Tensor:
+    def attention(self, far: Tensor, sigma: float, count: int) -> Tensor:
         """xi_kj = alpha A'(|w_k - w_j|^2) with A'(x) = exp(-x / sigma) / sigma; the rest is a client's own weight."""
-        pairs = far[~torch.eye(len(far), dtype=torch.bool, device=far.device)]
-        sigma = self.sigma or (float(pairs.median().clamp(min=1e-300)) if len(pairs) else 1.0)
         xi = (-far / sigma).exp() * (self.alpha / sigma if self.alpha else 1 / count)
         return xi.fill_diagonal_(0) + (1 - xi.sum(1)).clamp(min=0).diag()
+
+
+def typical(far: Tensor) -> float:
+    """The median of what is off the diagonal; 1 where nothing is, since nothing is then divided by it."""
+    pairs = far[~torch.eye(len(far), dtype=torch.bool, device=far.device)]
+    return float(pairs.median().clamp(min=1e-300)) if len(pairs) else 1.0
 
 
 def distances(models: Iterable[Tensor]) -> Tensor:

@@ -6,8 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from fedprism.methods import register
-from fedprism.methods.base import Me, Net, Now, Pass, leaves
-from fedprism.methods.finetune import FineTune
+from fedprism.methods.base import Me, Net, Now, Pass
+from fedprism.methods.finetune import FineTune, trainable
 
 
 @register
@@ -20,7 +20,7 @@ class FedBABU(FineTune):
     stays = "the head, with its first random weights"
 
     def shared(self, model: Net, now: Now) -> Collection[str]:
-        return leaves.part(model, "body")
+        return trainable(model, "body")
 
     def passes(self, me: Me, now: Now) -> list[Pass]:
-        return [Pass(self.loss, trains=leaves.part(me.model, "body"))]
+        return [Pass(self.loss, trains=trainable(me.model, "body"))]

@@ -61,16 +61,21 @@ class FedDistill(FedProto):
     # The server keeps what each client sent last. Everybody's mean is FedProto's; a client's own part is taken out.
     def server(self, model: Net, now: Now) -> State:
         first, many = super().server(model, now), len(now.info.clients)
-        return {**first, **{f"of.{n}": t.new_zeros(many, *t.shape) for n, t in first.items()}}
+        every = torch.zeros_like(first["prototypes.mean"], dtype=torch.float64)
+        return {**first, "every": every, **{f"of.{n}": t.new_zeros(many, *t.shape) for n, t in first.items()}}
 
     def send(self, server: State, client: str | None, now: Now) -> State:
         if client not in now.info.clients:
             return super().send(server, client, now)
-        counts, own = server["of.prototypes.count"], now.info.place[client]
-        weights = counts if now.weighting == "samples" else (counts > 0).to(counts.dtype)
-        total, rest = weights.sum(0).unsqueeze(1), weights.sum(0) - weights[own]
-        others = total * server["prototypes.mean"] - weights[own].unsqueeze(1) * server["of.prototypes.mean"][own]
-        return {"prototypes.mean": others / rest.clamp(min=1).unsqueeze(1), "prototypes.count": rest}
+        weights, own = self.counted(server["of.prototypes.count"], now), now.info.place[client]
+        rest = weights.sum(0) - weights[own]
+        others = server["every"] - weights[own].unsqueeze(1) * server["of.prototypes.mean"][own].double()
+        mean = (others / rest.clamp(min=1).unsqueeze(1)).to(server["prototypes.mean"].dtype)
+        return {"prototypes.mean": mean, "prototypes.count": rest.to(mean.dtype)}
+
+    def counted(self, counts: Tensor, now: Now) -> Tensor:
+        """What each client weighs in the mean of each class, `[clients, classes]`, exactly."""
+        return counts.double().clamp(min=0) if now.weighting == "samples" else (counts > 0).double()
 
     def aggregate(self, server: State, uploads: Sequence[Upload], now: Now) -> State:
         last = {name: server[f"of.{name}"].clone() for name in uploads[0].state}
@@ -79,4 +84,6 @@ class FedDistill(FedProto):
                 for name, tensor in upload.state.items():
                     last[name][now.info.place[upload.client]] = tensor
         every = [Upload(c, 0, {n: t[i] for n, t in last.items()}) for i, c in enumerate(now.info.clients)]
-        return {**super().aggregate(server, every, now), **{f"of.{name}": t for name, t in last.items()}}
+        weights = self.counted(last["prototypes.count"], now).unsqueeze(2)
+        total = (weights * last["prototypes.mean"].double()).sum(0)
+        return {**super().aggregate(server, every, now), "every": total, **{f"of.{n}": t for n, t in last.items()}}

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import cross_entropy
 
 from fedprism.config import positive, setting
 from fedprism.methods import register
@@ -28,7 +28,7 @@ class FedFomo(Collecting):
     group = "mixture"
     reveals = "the models of other clients, each by itself; and to the server whose models help whom"
     weighting = "contribution"
-    newcomers = "mix the models that they are sent and train one round before they are tested"
+    newcomers = "get a plain mean of clients' models and train one round before they are tested"
     shows = {"own": "share of the client's own model in the mixture", "others": "share of those that it was sent"}
 
     models: int = setting(5, "models of others that a client is sent", positive, "1 or more")
@@ -50,19 +50,22 @@ class FedFomo(Collecting):
 
     def send(self, server: State, client: str | None, now: Now) -> State:
         clients, place = now.info.clients, now.info.place
-        liked = torch.stack([server[of(c, "liked")] for c in clients]).tolist()
-        there = [c for c in clients if liked[place[c]][-1] > 0]  # who has ever sent a model
+        rounds = torch.stack([server[of(c, "liked")][-1] for c in clients]).tolist()
+        there = [c for c, count in zip(clients, rounds, strict=True) if count > 0]  # who has ever sent a model
         if client is None:  # somebody new: the mean of all
-            models = [{n: server[of(c, n)] for n in now.shared} for c in there or clients]
-            return average(models, [1 / len(models)] * len(models))
-        scores = {c: liked[place[client]][place[c]] if client in clients else 0.0 for c in there if c != client}
+            return mean([{n: server[of(c, n)] for n in now.shared} for c in there or clients])
+        liked = server[of(client, "liked")].tolist() if client in clients else [0.0] * len(clients)
+        scores = {c: liked[place[c]] for c in there if c != client}
         epsilon = self.epsilon - self.decay * now.round
         chosen = epsilon_greedy(scores, self.models, epsilon, now.info.seed, now.round, client)
         return {of(c, n): server[of(c, n)] for c in chosen for n in now.shared}
 
     def receive(self, me: Me, now: Now) -> None:
-        if now.new:  # from then on what was sent is mixed in before training, since that needs images
-            super().receive(me, now)
+        if not now.new:  # what was sent is mixed in before training, since that needs images
+            return
+        super().receive(me, now)
+        if now.client not in now.info.clients and (sent := owners(now)):  # who has come later has no model of its own
+            load(me.model, mean([{n: now.down[of(c, n)] for n in now.shared} for c in sent]))
 
     def start(self, me: Me, now: Now) -> None:
         own, previous, sent = leaves.tensors(me.model), me.model.previous.tensors(), owners(now)
@@ -96,6 +99,12 @@ class FedFomo(Collecting):
         mixed = {n: (t.movedim(0, -1) * weights).sum(-1) for n, t in models.items()}
         load(me.model, mixed)
         load(me.model.previous, {n.replace(".", "/"): t for n, t in mixed.items()})
-        me.model.liked[[*(now.info.place[c] for c in sent), -1]] += pad(gain[2 : 2 + len(sent)], (0, 1), value=1.0)
+        me.model.liked[[now.info.place[c] for c in sent]] += gain[2 : 2 + len(sent)]
+        me.model.liked[-1] += 1
         me.log("own", weights[1])
         me.log("others", weights[2:].sum())
+
+
+def mean(models: list[State]) -> State:
+    """The plain mean of models."""
+    return average(models, [1 / len(models)] * len(models))

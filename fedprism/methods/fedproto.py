@@ -87,7 +87,7 @@ class FedProto(Method):
     def aggregate(self, server: State, uploads: Sequence[Upload], now: Now) -> State:
         # Weighted by the class's samples (Eq. 6), or plainly over those who have the class. A class that nobody
         # showed this round keeps its prototype.
-        counts = torch.stack([u.state["prototypes.count"] for u in uploads])
+        counts = torch.stack([u.state["prototypes.count"] for u in uploads]).clamp(min=0)  # whatever was sent
         means = torch.stack([u.state["prototypes.mean"] for u in uploads])
         weights = counts if now.weighting == "samples" else (counts > 0).to(means.dtype)
         total = weights.sum(0)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy, one_hot
 
@@ -54,7 +54,7 @@ class FedTGP(FedProto):
         if not len(labels):
             return {**server, **merged}
         centres = merged["prototypes.mean"][(counts > 0).any(0)]
-        apart = torch.cdist(centres, centres).fill_diagonal_(torch.inf).amin(1).amax().clamp(max=self.margin)
+        apart = distances(centres, centres).fill_diagonal_(torch.inf).amin(1).amax().clamp(max=self.margin)
         for upload in uploads:
             now.log("margin", upload.client, apart)
         weights = {n.removeprefix(PREFIX): t.clone() for n, t in server.items() if n.startswith(PREFIX)}
@@ -67,12 +67,17 @@ class FedTGP(FedProto):
                 order = torch.randperm(len(labels), generator=now.rng("prototypes", epoch), device=now.device)
                 for rows in torch.split(order, self.server_batch or now.train.batch):
                     y = labels[rows]
-                    far = torch.cdist(points[rows], functional_call(module, weights, every))
+                    far = distances(points[rows], functional_call(module, weights, every))
                     sgd.zero_grad()
                     cross_entropy(-(far + apart * one_hot(y, len(every))), y).backward()  # type: ignore[no-untyped-call]
                     sgd.step()
         made = {"prototypes.mean": functional_call(module, weights, every).detach()}
         return {**merged, **made, **{PREFIX + name: t.detach() for name, t in weights.items()}}
+
+
+def distances(a: Tensor, b: Tensor) -> Tensor:
+    """Of every row from every row; not by products, whose rounding to TF32 is larger than small distances are."""
+    return torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist")
 
 
 def generator(classes: int, width: int) -> nn.Module:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fedprism.config import positive, setting
+from fedprism.errors import ConfigError
 from fedprism.methods import register
-from fedprism.methods.base import Me, Method, Now, Pass, leaves
+from fedprism.methods.base import Me, Method, Net, Now, Pass, leaves
 
 
 @register
@@ -30,6 +31,16 @@ class FineTune(Method):
     def adapt(self, me: Me, now: Now) -> list[Pass]:
         if self.epochs == 0:
             return []
-        trains = None if self.tunes == "all" else leaves.part(me.model, self.tunes)
+        trains = None if self.tunes == "all" else trainable(me.model, self.tunes)
         rate = now.train.optimizer.lr / 10 if self.lr is None else self.lr
         return [Pass(self.loss, "tune", trains, self.epochs, optimizer={"lr": rate}, scheduled=False)]
+
+
+def trainable(model: Net, part: str) -> leaves.Names:
+    """The leaves of a part that is to be trained."""
+    found = leaves.part(model, part)
+    if not found:
+        raise ConfigError(
+            f"the {part} is to be trained, but this model's has no weights; set model.head_layers to less."
+        )
+    return found

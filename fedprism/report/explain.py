@@ -61,7 +61,7 @@ _WORDS = {
     },
     "broadcast": {"participants": "the clients that take part in the round", "all": "all clients"},
     "moment": {
-        "received": "what a client receives, before it trains (received)",
+        "received": "the model that a client has between rounds, before it trains (received)",
         "trained": "after local training (trained)",
         "adapted": "after a short adaptation (adapted)",
         "global": "the one global model (global)",

@@ -3,7 +3,7 @@
 One step on a batch, all from the same point: w <- w - lr grad CE(w); v <- v - lr a grad CE(v_bar) (the gradient with
 respect to v, so by the chain rule times a); on a round's first batch also a <- a - lr (v - w) . grad CE(v_bar), kept in
 [0, 1]. The steps of v and w are the optimiser's. w is averaged plainly. The forward pass of v_bar moves v's running
-statistics; v_bar's are mixed as weights are.
+statistics; v_bar's are mixed as weights are. Until its first round a client's v is w, unless w has no share at all.
 """
 
 from __future__ import annotations
@@ -32,11 +32,14 @@ def run(setup: Setup, alpha: float, adaptive: bool = True) -> list[Scorer]:
     models, personal, alphas = deepcopy(setup.models), deepcopy(setup.models), [alpha for _ in setup.models]
     names = leaves(models[0])
     statistics = [name for name in names if name not in dict(models[0].named_parameters())]
-    w = get(models[0], names)
+    w, new = get(models[0], names), set(range(len(models)))
     for r in range(setup.rounds):
         who = setup.participants(r)
         for i in who:
             put(models[i], w)
+            if i in new and (adaptive or alpha < 1):
+                put(personal[i], w)
+            new.discard(i)
             both = [list(models[i].parameters()), list(personal[i].parameters())]
             sgd = torch.optim.SGD([*both[0], *both[1]], lr=setup.lr, momentum=setup.momentum)
             for epoch in range(setup.epochs):
@@ -53,6 +56,8 @@ def run(setup: Setup, alpha: float, adaptive: bool = True) -> list[Scorer]:
                     if adaptive and epoch == step == 0:
                         alphas[i] = min(1.0, max(0.0, alphas[i] - setup.lr * turn))
         w = mean([get(models[i], names) for i in who], [1.0 for _ in who])
-    for model in models:
+    for i, model in enumerate(models):
         put(model, w)
+        if i in new and (adaptive or alpha < 1):
+            put(personal[i], w)
     return [Scorer(mixture(v, u, a)) for v, u, a in zip(personal, models, alphas, strict=True)]

@@ -2,8 +2,8 @@
 
 xi_kj = alpha A'(|w_k - w_j|^2) = alpha/sigma exp(-|w_k - w_j|^2 / sigma), xi_kk = 1 - the others. The w_j are the last
 uploads of those who have sent one; who has not yet is given their plain mean. Distances are over parameters; batch
-norm's statistics are mixed by the same xi. sigma None: the (lower) median squared distance; alpha None: sigma / number
-of clients. mu is lambda/alpha.
+norm's statistics are mixed by the same xi. sigma None: the (lower) median squared distance of the round's uploads, of
+all kept ones if there is one alone; alpha None: sigma / number of clients. mu is lambda/alpha.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def near(model: nn.Module, u: list[Tensor], mu: float) -> Loss:
 
 
 def clouds(
-    kept: dict[int, State], weights: list[str], clients: int, sigma: float | None, alpha: float | None
+    kept: dict[int, State], who: list[int], weights: list[str], clients: int, sigma: float | None, alpha: float | None
 ) -> list[State]:
     """What each client is sent, from the uploads that there are."""
     plain = mean(list(kept.values()), [1.0 for _ in kept])
@@ -38,7 +38,8 @@ def clouds(
         for j in kept
         if j != k
     }
-    sigma = (median_low(far.values()) if far else 1.0) if sigma is None else sigma
+    round = [d for pair, d in far.items() if len(who) == 1 or set(pair) <= set(who)]
+    sigma = (median_low(round) if round else 1.0) if sigma is None else sigma
     alpha = sigma / clients if alpha is None else alpha
     found = [plain] * clients
     for k in kept:
@@ -59,7 +60,7 @@ def run(setup: Setup, mu: float, sigma: float | None = None, alpha: float | None
             anchor = [p.detach().clone() for p in models[i].parameters()]
             train(setup, r, i, models[i].parameters(), near(models[i], anchor, mu))
             kept[i] = get(models[i], names)
-        u = clouds(kept, weights, len(models), sigma, alpha)
+        u = clouds(kept, list(setup.participants(r)), weights, len(models), sigma, alpha)
     for model, cloud in zip(models, u, strict=True):
         put(model, cloud)
     return [Scorer(model) for model in models]
