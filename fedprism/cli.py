@@ -419,9 +419,9 @@ def list_(
         listing.add_row(*map(Text, row))
     _out().print(listing)
     if what is Kind.methods:
-        _out().print(
-            Text("lines: of code in its file, imports aside. `fedprism explain METHOD` says more.", style="dim")
-        )
+        count = sum(bool(row[header.index("lines")]) for row in rows)
+        told = f"{count} methods. lines: of code in its file, imports aside. `fedprism explain METHOD` says more."
+        _out().print(Text(told, style="dim"))
 
 
 @_command(_LEARN)
@@ -949,15 +949,16 @@ def _listed(what: Kind) -> tuple[list[str], list[list[str]]]:
     from fedprism.federation import PARTITIONS
     from fedprism.methods import by_idea
     from fedprism.models import MODELS
-    from fedprism.report.explain import code_lines
+    from fedprism.report.explain import cited, code_lines
 
     if what is Kind.methods:
         rows = []
         for group, found in by_idea().items():
-            of_group = [[name, cls.stays, str(code_lines(cls)), cls.paper] for name, cls in found.items()]
-            if group == "server-side":
-                stays = "a setting, for any method that averages weights"
-                of_group += [[f"server.optimizer={name}", stays, "", paper] for name, paper in OPTIMIZERS.items()]
+            of_group = [[name, cls.stays, str(code_lines(cls)), cited(cls.paper)] for name, cls in found.items()]
+            if group == "server-side":  # settings, for any method that averages weights
+                for name, paper in OPTIMIZERS.items():
+                    known_as, _, source = paper.partition(": ")
+                    of_group.append([f"({known_as})", f"a setting: server.optimizer: {name}", "", cited(source)])
             rows += [[group if place == 0 else "", *row] for place, row in enumerate(of_group)]
         return ["idea", "method", "stays with the client", "lines", "paper"], rows
     if what is Kind.models:

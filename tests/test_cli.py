@@ -140,7 +140,18 @@ def test_list_of_methods_is_by_idea_and_counts_lines() -> None:
     assert len(found) >= 33
     assert all(0 < int(lines) <= 120 for *_, lines in found)
     assert [idea for idea, *_ in found if idea] == ["alone", *IDEAS]
-    assert re.search(r"^server-side +server\.optimizer=momentum ", printed, re.MULTILINE)
+    assert re.search(
+        r"^server-side +\(FedAvgM\) +a setting: server\.optimizer: momentum +Hsu et al\., 2019", printed, re.MULTILINE
+    )
+    assert f"{len(found)} methods" in printed
+
+
+def test_list_of_methods_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eighty columns: nothing is cut, and a method takes three lines at most."""
+    monkeypatch.setenv("COLUMNS", "80")
+    printed = call("list", "methods").output
+    assert "…" not in printed
+    assert len(printed.splitlines()) < 3 * len(list(METHODS))
 
 
 def test_list_of_experiments_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,9 +174,11 @@ def test_explain() -> None:
     assert "In the last of 30 rounds" in said(call("explain", "lg-fedavg"))
 
 
-@pytest.mark.parametrize("name", ["fedavg", "fedfomo", "fedproto"])
-def test_explain_says_what_others_learn(name: str) -> None:
-    assert f"others learn {METHODS[name].reveals}" in said(call("explain", name, "--model", "mlp", "--image-size", "8"))
+@pytest.mark.parametrize("name", ["fedavg", "fedfomo", "fedproto", "fedamp", "fedbabu"])
+def test_explain_says_what_others_learn_and_how_new_clients_begin(name: str) -> None:
+    printed = said(call("explain", name, "--model", "mlp", "--image-size", "8"))
+    assert f"others learn {METHODS[name].reveals}" in printed
+    assert f"new clients {METHODS[name].newcomers}" in printed
 
 
 def test_explain_unknown_method() -> None:

@@ -888,7 +888,7 @@ def test_cosine_schedule(name: str, straight: Straight, tiny: Federation) -> Non
 def test_a_method_says_what_it_is(name: str) -> None:
     cls = METHODS[name]
     assert cls.id == name == name.lower()
-    for text in (cls.paper, cls.idea, cls.shares, cls.stays, cls.reveals, cls.group):
+    for text in (cls.paper, cls.idea, cls.shares, cls.stays, cls.reveals, cls.newcomers, cls.group):
         assert text.strip()
     assert cls.bn in ("shared", "local", "local-stats", "local-affine")
     assert cls.weighting in ("samples", "uniform", "contribution")

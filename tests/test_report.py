@@ -376,6 +376,11 @@ def test_page_says_what_others_learn_of_each_method(runs: list[RunRecord], feder
     assert len({METHODS[name].reveals for name in ("local", "fedavg", "fedproto")}) == 3
 
 
+def test_page_says_what_others_learn_of_a_method_of_ones_own(runs: list[RunRecord], federation: Federation) -> None:
+    own = replace(runs[0], info={**runs[0].info, "reveals": "a secret"})
+    assert "<dt>local: others learn</dt><dd>a secret</dd>" in page([own, *runs[1:]], federation=federation)
+
+
 def test_page_escapes_what_it_is_given(federation: Federation) -> None:
     evil = "<script>alert(1)</script>"
     check(page([record("local", 0, {evil: 50}), record("fedavg", 0, {evil: 60})], federation=federation))

@@ -74,6 +74,7 @@ class Plan:
     rounds: int
     first_round: int = 0  # the first that will be reported: 0 for a new run, r + 1 after a checkpoint of round r
     moment: str = "received"  # the method's own
+    reveals: str = ""  # what others learn of a client
     images: Mapping[str, str] = field(default_factory=dict)  # client -> fingerprint of its data
     device: str = "cpu"  # where it runs
     engine: str = "inprocess"  # what runs it

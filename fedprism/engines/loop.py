@@ -217,6 +217,7 @@ class Loop:
             device=str(self.device),
             engine=engines.get(type(self.engine), type(self.engine).__name__),
             moment=self.method.moment,
+            reveals=self.method.reveals,
         )
 
     def _parts(self, clients: Sequence[str]) -> Iterator[Sequence[str]]:

@@ -24,7 +24,7 @@ class FedAMP(FedProx):  # a client trains as in FedProx, near a received model t
     shares = "the whole model; each client is sent a mixture of its own"
     group = "mixture"
     reveals = "a mixture of the other clients' models, in which near ones weigh most"
-    newcomers = "get the plain mean of all clients' last models and train one round near it before they are tested"
+    newcomers = "get the plain mean of all clients' last models; at the moment `adapted` they have trained one round"
     weighting = "contribution"
     moment = "trained"
     has_global = False

@@ -30,7 +30,10 @@ class FedDistill(FedProto):
     shares = "the mean output of each class"
     group = "distillation"
     weighting = "uniform"
-    reveals = "the mean output of each class over the other clients, and how many of them have the class"
+    reveals = (
+        "the mean output of each class over the other clients, and how many of them have the class; "
+        "the server: those of each client"
+    )
     shows = {"pull": "cross-entropy of the outputs to the others' mean output of the class"}
 
     lam: float = setting(1.0, "weight of what the others' mean output teaches", lambda v: v >= 0, "0 or more")

@@ -26,9 +26,9 @@ class FedFomo(Collecting):
     shares = "the model of each client, by itself"
     stays = "the mixture of models"
     group = "mixture"
-    reveals = "the models of other clients, each by itself; and to the server whose models help whom"
+    reveals = "the models of other clients, each by itself; the server: whose models help whom, too"
     weighting = "contribution"
-    newcomers = "get a plain mean of clients' models and train one round before they are tested"
+    newcomers = "get a plain mean of clients' models; at the moment `adapted` they have trained one round"
     shows = {"own": "share of the client's own model in the mixture", "others": "share of those that it was sent"}
 
     models: int = setting(5, "models of others that a client is sent", positive, "1 or more")

@@ -28,7 +28,10 @@ class FedProto(Method):
     stays = "the whole model"
     group = "prototypes"
     bn = "local"
-    reveals = "mean features of each class, and how many samples of a class a client has"
+    reveals = (
+        "the mean features of each class over all clients, and how many samples of it there are; "
+        "the server: those of each client"
+    )
     shows = {"pull": "squared distance of the features from their class prototype"}
 
     lam: float = setting(1.0, "weight of the pull towards the class prototype", lambda v: v >= 0, "0 or more")

@@ -32,7 +32,10 @@ class FedSCE(Method):
     stays = "the local model and its subspace"
     group = "two models"
     weighting = "contribution"
-    reveals = "how far the auxiliary model moved at each client, in weights and in features"
+    reveals = (
+        "nothing beyond the average; "
+        "the server: how far the auxiliary model moved at each client, in weights and in features"
+    )
     shows = {
         "auxiliary": "the auxiliary model alone",
         "weight": "share of a client's auxiliary model in the average",

@@ -29,7 +29,10 @@ class FedTGP(FedProto):
     )
     idea = "FedProto whose prototypes the server trains: near those of the clients, and far from other classes."
     weighting = "uniform"
-    reveals = "prototypes that were trained on everybody's, and how many samples of a class there are"
+    reveals = (
+        "prototypes that were trained on everybody's, and how many samples of a class there are; "
+        "the server: mean features and numbers of each client"
+    )
     shows = {
         "pull": "squared distance of the features from their class prototype",
         "margin": "by how much a client's prototype has to be nearer to its own class than to others",

@@ -31,6 +31,7 @@ class PFedVEM(Method):
     shares = "the body, the mean of the head and one number for its confidence"
     stays = "the Gaussian head: a mean and a deviation of every weight"
     group = "split"
+    reveals = "nothing beyond the average; the server: how sure each client is of its head"
     trainers = broadcast = "all"
     moment = "trained"
     has_global = True

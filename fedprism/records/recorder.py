@@ -92,6 +92,7 @@ class Recorder(Callback):
             self._info = {**info, **runfile.facts(plan), "status": "running", "ended": None}
             self._info.setdefault("device", plan.device)
             self._info.setdefault("engine", plan.engine)
+            self._info.setdefault("reveals", plan.reveals)
             if self._safe >= 0:
                 self._note_resume()
             runfile.write(self.path, self._info)

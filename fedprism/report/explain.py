@@ -74,6 +74,18 @@ _BYTES = {  # of a method that encodes what it sends: is it built in?
 }
 
 
+def cited(paper: str) -> str:
+    """A paper in short: who and when.
+
+    >>> cited("Oh et al., FedBABU: Toward Enhanced Representation, ICLR 2022")
+    'Oh et al., ICLR 2022'
+    >>> cited("training alone; the papers call it Local, SOLO or SingleSet")
+    'training alone'
+    """
+    parts = paper.split(", ")
+    return f"{parts[0]}, {parts[-1]}" if parts[-1][-4:].isdigit() else paper.partition(";")[0]
+
+
 def facts_of(method: Method) -> dict[str, str]:
     """What a method says of itself, in words."""
     of_server = {

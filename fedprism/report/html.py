@@ -254,8 +254,9 @@ def _settings(records: Sequence[RunRecord]) -> str:
         "begun, ended": f"{first.info.get('started')}, {max(str(r.info.get('ended') or '–') for r in records)}",
     }
     for label, group in grouped(records).items():
-        written = group[0].config.method.name
-        told = {"others learn": METHODS[written].reveals} if written in METHODS else {}
+        written = group[0].config.method.name  # runs of earlier versions do not say it themselves
+        reveals = group[0].info.get("reveals") or (METHODS[written].reveals if written in METHODS else "")
+        told = {"others learn": reveals} if reveals else {}
         facts |= {f"{label}: {name}": value for name, value in {**told, **decided(group[0])}.items()}
     items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
     configs = []
