@@ -176,10 +176,10 @@ class ServerConfig:
     optimizer: Literal["none", "momentum", "adam", "yogi"] = setting(
         "none", "what makes the server's step: none, momentum (FedAvgM), adam (FedAdam) or yogi (FedYogi)"
     )
-    lr: float | None = setting(
-        None,
-        "step of the server; null: 1 with none, which takes the average, and with momentum; 0.01 with adam and yogi",
-        lambda v: v is None or 0 < v < math.inf,
+    lr: float = setting(
+        1.0,
+        "step of the server: with none 1.0 takes the average; adam and yogi need a small one, such as 0.01",
+        lambda v: 0 < v < math.inf,
         "above 0",
     )
     momentum: float = setting(0.9, "with momentum: what stays of the last step", lambda v: 0 <= v < 1, "0 to below 1")
@@ -197,17 +197,12 @@ class ServerConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.optimizer in ("adam", "yogi") and self.rate >= 1 and self.tau < 0.01:
+        if self.optimizer in ("adam", "yogi") and self.lr >= 1 and self.tau < 0.01:
             raise ConfigError(
                 f"server.lr is {self.lr}, but {self.optimizer} moves a weight by up to about server.lr a round where "
-                f"the average moves by more than server.tau ({self.tau}); set server.lr to null (0.01) or to something "
-                "else below 1, or server.tau to 0.01 or more"
+                f"the average moves by more than server.tau ({self.tau}); set server.lr to something below 1, such as "
+                "0.01, or server.tau to 0.01 or more"
             )
-
-    @property
-    def rate(self) -> float:
-        """The step, where the configuration may leave it to the optimiser."""
-        return self.lr if self.lr is not None else 0.01 if self.optimizer in ("adam", "yogi") else 1.0
 
 
 @dataclass(frozen=True)

@@ -400,8 +400,8 @@ def test_a_method_whose_weights_are_not_sent_refuses(unequal: Federation) -> Non
     ("server", "words"),
     [
         ({"optimizer": "adma", "lr": 0.1}, "Did you mean 'adam'?"),
-        ({"optimizer": "adam", "lr": 1}, "server.lr is 1.0, but adam moves a weight by up to about server.lr a round"),
-        ({"optimizer": "yogi", "lr": 1}, "set server.lr to null (0.01) or to something else below 1"),
+        ({"optimizer": "adam"}, "server.lr is 1.0, but adam moves a weight by up to about server.lr a round"),
+        ({"optimizer": "yogi", "lr": 1}, "set server.lr to something below 1, such as 0.01, or server.tau to 0.01 or more"),
         ({"lr": 0}, "server.lr is 0.0; expected above 0"),
         ({"optimizer": "momentum", "lr": -1}, "server.lr is -1.0; expected above 0"),
         ({"lr": float("inf")}, "server.lr is inf; expected above 0"),
@@ -425,11 +425,4 @@ def test_large_steps_are_fine_where_they_are_steps_towards_the_average() -> None
     assert structure({"server": {"optimizer": "momentum", "lr": 1.5}}, Config).server.lr == 1.5
     assert structure({"server": {"lr": 2}}, Config).server.optimizer == "none"
     for optimizer in ("adam", "yogi"):  # the authors' best on CIFAR-100
-        assert structure({"server": {"optimizer": optimizer, "lr": 1, "tau": 0.1}}, Config).server.rate == 1
-
-
-@pytest.mark.parametrize(("optimizer", "rate"), [("none", 1.0), ("momentum", 1.0), ("adam", 0.01), ("yogi", 0.01)])
-def test_a_step_that_is_not_given_is_what_the_optimizer_needs(optimizer: str, rate: float, few: Federation) -> None:
-    given = [config_of({"optimizer": optimizer, "lr": lr}, model="mlp") for lr in (None, rate)]
-    plain, named = (ran(FedAvg(), config, few)[0].server for config in given)
-    assert bits(plain) == bits(named)
+        assert structure({"server": {"optimizer": optimizer, "lr": 1, "tau": 0.1}}, Config).server.lr == 1

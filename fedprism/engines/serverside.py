@@ -33,14 +33,12 @@ PREFIX = "server.optimizer:"  # of what it keeps, beside the method's own state 
 
 def is_plain(config: ServerConfig) -> bool:
     """Is the average itself the new state?"""
-    return config.optimizer == "none" and config.rate == 1
+    return config.optimizer == "none" and config.lr == 1
 
 
 def refuse(config: ServerConfig, method: str) -> None:
     """Say that there is nothing for the server's step to move, and of a method that is known what there is instead."""
-    key, value, rest = (
-        ("optimizer", config.optimizer, "none") if config.optimizer != "none" else ("lr", config.lr, "null")
-    )
+    key, value, rest = ("optimizer", config.optimizer, "none") if config.optimizer != "none" else ("lr", config.lr, "1")
     instead = f": what it shares is {METHODS[method].shares}" if method in METHODS else ""
     raise ConfigError(f"server.{key} is {value}, but {method} averages no weights{instead}. Leave it at {rest}.")
 
@@ -58,7 +56,7 @@ def first(config: ServerConfig, weights: State) -> State:
 def step(config: ServerConfig, names: Sequence[str], server: State, mean: State, held: State) -> tuple[State, State]:
     """The named weights after the server's step, and what the optimiser keeps from now on."""
     if config.optimizer == "none":
-        return {n: server[n] + config.rate * (mean[n] - server[n]) for n in names}, held
+        return {n: server[n] + config.lr * (mean[n] - server[n]) for n in names}, held
     if not names:
         return {}, held
     weights, average = [server[n] for n in names], [mean[n] for n in names]
@@ -69,7 +67,7 @@ def step(config: ServerConfig, names: Sequence[str], server: State, mean: State,
     kept = {f"m/{n}": t for n, t in zip(names, m, strict=True)}
     if config.optimizer == "momentum":
         # w + lr v, written as the average less what is missing: momentum 0 and lr 1 give it bit by bit.
-        moved = torch._foreach_sub(average, torch._foreach_sub(delta, torch._foreach_mul(m, config.rate)))
+        moved = torch._foreach_sub(average, torch._foreach_sub(delta, torch._foreach_mul(m, config.lr)))
     else:
         old, share = [held[f"v/{n}"] for n in names], 1 - config.betas[1]
         square = torch._foreach_mul(delta, delta)
@@ -82,7 +80,7 @@ def step(config: ServerConfig, names: Sequence[str], server: State, mean: State,
         kept |= {f"v/{n}": t for n, t in zip(names, v, strict=True)}
         scale = torch._foreach_sqrt(v)
         torch._foreach_add_(scale, config.tau)
-        moved = torch._foreach_addcdiv(weights, m, scale, value=config.rate)
+        moved = torch._foreach_addcdiv(weights, m, scale, value=config.lr)
     return dict(zip(names, moved, strict=True)), {**held, **kept}
 
 
