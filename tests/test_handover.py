@@ -19,12 +19,9 @@ from tests.helpers import loop_for, same_result
 KINDS = {
     "fedbn": {},
     "scaffold": {},
-    "ditto": {"lam": 0.5},
     "fedproto": {},
     "fedcp": {"gumbel": "always"},
-    "fed-co2": {},
     "fedpick": {},
-    "fedios": {},
     "fedsce": {"delta": "normalised"},
 }
 AUGMENT = {"fedbn": ["flip", {"name": "rotate", "degrees": 30}]}  # as FedBN's own experiments have it

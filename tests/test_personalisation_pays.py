@@ -10,7 +10,8 @@ from fedprism.records import Protocol, outcome
 
 
 def test_fedbn_is_five_points_above_local_over_three_seeds_and_fedavg_falls_behind(tmp_path: Path) -> None:
-    runs = api.compare(structure({}, Config), ["local", "fedavg", "fedbn"], [0, 1, 2], "x", out=tmp_path)
+    config = structure({"evaluate": {"every": 5, "moments": ["received"]}}, Config)  # fewer tests, in half the time
+    runs = api.compare(config, ["local", "fedavg", "fedbn"], [0, 1, 2], "x", out=tmp_path)
     mean = {
         m: sum(100 * outcome(r.record, Protocol()).mean for r in runs if r.method == m) / 3
         for m in ("local", "fedavg", "fedbn")

@@ -174,8 +174,7 @@ def test_some_rounds_miss_some_clients(unequal: Federation) -> None:
     assert len(cohorts) > 1
 
 
-@pytest.mark.parametrize("participation", [1.0, 0.67])
-@pytest.mark.parametrize("model", NETWORKS)
+@pytest.mark.parametrize(("model", "participation"), [*((model, 0.67) for model in NETWORKS), ("norm", 1.0)])
 @pytest.mark.parametrize("name", list(METHODS))
 def test_method_agrees_with_its_reference(name: str, model: str, participation: float, unequal: Federation) -> None:
     loop = trained(name, config_of(model, participation), unequal)

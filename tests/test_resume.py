@@ -57,7 +57,8 @@ def killed(command: list[str], run: Path, after: int, delay: float) -> bool:
     return alive
 
 
-METHODS = ["fedbn", "scaffold", "ditto", "lg-fedavg", "fedcp", "fed-co2", "fedpick", "fedios", "fedsce"]
+# Of each kind of state one; all methods are resumed, without a kill, in the conformance suite.
+METHODS = ["fedbn", "scaffold", "lg-fedavg", "fedpick", "fedsce"]
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -401,7 +401,10 @@ def test_a_method_whose_weights_are_not_sent_refuses(unequal: Federation) -> Non
     [
         ({"optimizer": "adma", "lr": 0.1}, "Did you mean 'adam'?"),
         ({"optimizer": "adam"}, "server.lr is 1.0, but adam moves a weight by up to about server.lr a round"),
-        ({"optimizer": "yogi", "lr": 1}, "set server.lr to something below 1, such as 0.01, or server.tau to 0.01 or more"),
+        (
+            {"optimizer": "yogi", "lr": 1},
+            "set server.lr to something below 1, such as 0.01, or server.tau to 0.01 or more",
+        ),
         ({"lr": 0}, "server.lr is 0.0; expected above 0"),
         ({"optimizer": "momentum", "lr": -1}, "server.lr is -1.0; expected above 0"),
         ({"lr": float("inf")}, "server.lr is inf; expected above 0"),

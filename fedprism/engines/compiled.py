@@ -41,6 +41,7 @@ from fedprism.methods.leaves import Place, places
 ENGINE = "cuda-graphs"  # whose steps are compiled
 LONG = 50  # rounds from which on compiling, which takes half a minute or more, is chosen by `auto`
 SMALL = 3_000_000  # numbers of a convolution's unfolded input up to which it becomes a matrix product
+WINDOW = 25  # pixels of a pooling's window up to which each is looked at by itself
 LARGE = 4_000_000  # numbers of a matrix from which on a product with it is left to cuBLAS
 BETAS, EPSILON = (0.9, 0.999), 1e-8  # torch.optim.Adam's
 
@@ -53,7 +54,6 @@ OPTIONS: dict[str, Any] = {
     "max_autotune": True,
     "max_autotune_gemm_backends": "TRITON",  # whose products take what follows them along
     "max_autotune_conv_backends": "ATEN",  # cuDNN's: what is left as a convolution is large
-    "autotune_fallback_to_aten": True,
     "benchmark_epilogue_fusion": False,
     "combo_kernels": True,
     "shape_padding": False,
@@ -599,7 +599,12 @@ class Product(torch.autograd.Function):
 
 
 def _whole(x: Tensor) -> Tensor:
-    """The same, but the compiler has to store it: it would compute again for each of its uses what led to it."""
+    """The same, but the compiler has to store it: it would compute again for each of its uses what led to it.
+
+    Not a part of something larger, such as a slice: the compiler reads those at the wrong places.
+    """
+    if x.storage_offset() or x.untyped_storage().nbytes() != x.numel() * x.element_size():
+        return x
     return x.as_strided(x.shape, x.stride())
 
 
@@ -615,6 +620,8 @@ def _max_pool2d(
     """Pooling without indices of pixels; None where it is better left as it is."""
     kernel, stride = _pair(kernel_size), _pair(stride or kernel_size)
     if x.ndim != 4 or ceil_mode or return_indices or (*_pair(padding), *_pair(dilation)) != (0, 0, 1, 1):
+        return None
+    if kernel[0] * kernel[1] > WINDOW:
         return None
     pooled: Tensor = Maxima.apply(x, kernel, stride)  # type: ignore[no-untyped-call]
     return pooled

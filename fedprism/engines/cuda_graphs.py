@@ -35,7 +35,7 @@ from fedprism.engines.client import (
 from fedprism.engines.compiled import ENGINE, Compiler, capture, launches
 from fedprism.engines.evaluate import Launched, Turns, ends
 from fedprism.engines.inprocess import ENGINES, Request
-from fedprism.engines.replay import Recorder, Replay, again
+from fedprism.engines.replay import COMPILED, Recorder, Replay, again
 from fedprism.engines.shelf import Arena, Data, Shelf
 from fedprism.engines.wire import size
 from fedprism.errors import ConfigError
@@ -294,7 +294,8 @@ class CudaGraphs:
     def _not_recorded(self, name: str, why: str) -> None:
         if name not in self.reasons:
             self.reasons[name] = why
-            log.warning("%s: %s runs step by step on the GPU, not recorded: %s.", self.method.id, name, why)
+            how = "is recorded as it is" if name.endswith(COMPILED) else "runs step by step on the GPU, not recorded"
+            log.warning("%s: %s %s: %s.", self.method.id, name, how, why)
 
     def _compiling(self, text: str, seconds: float | None) -> None:
         self.say(text)

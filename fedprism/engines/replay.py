@@ -33,6 +33,7 @@ from fedprism.errors import FedprismError
 from fedprism.federation import Split
 from fedprism.methods.base import Draw, Me
 
+COMPILED = " (compiled)"  # in the name of a pass of which something is told
 STEPS = 8  # of one recording, at most; a divisor of BLOCK
 REPEATS = 6  # launches of the longest recording of an epoch, at least, where models are small
 ROOM = 2**27  # bytes of images that one recording reads, at most
@@ -331,7 +332,7 @@ class Replay:
         try:
             return self.compiler.step(key, work, trainer, noises, (inputs(shelf.x[rows], work.config), shelf.y[rows]))
         except Untraceable as why:
-            self.tell(f"{work.each.name} (compiled)", str(why))
+            self.tell(f"{work.each.name}{COMPILED}", str(why))
             return None
 
     def _most(self, work: Work, sizes: list[int]) -> int:

@@ -86,7 +86,8 @@ class PFedMe(Method):
 
     def finish(self, me: Me, now: Now) -> None:
         # The common model makes no forward pass in training: what is sent of batch norm's statistics is the personal's.
-        load(me.model.common, dict(me.model.personal.named_buffers()))
+        own, trained = leaves.tensors(me.model.personal), set(leaves.parameters(me.model.personal))
+        load(me.model.common, {name: tensor for name, tensor in own.items() if name not in trained})
         me.model.own["trained"].fill_(True)
 
     def predict(self, model: Net, x: Tensor, draw: Draw) -> Tensor:

@@ -19,10 +19,12 @@ class Conv2d(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         # Who watches over functions, as one that compiles does, is to see an ordinary convolution.
-        if self.bias is None or not x.is_cuda or not torch.is_grad_enabled() or has_torch_function_unary(x):
+        plain = self.bias is None or self.padding_mode != "zeros" or x.ndim != 4
+        if plain or not x.is_cuda or not torch.is_grad_enabled() or has_torch_function_unary(x):
             return super().forward(x)
-        plain = conv2d(x, self.weight, None, self.stride, self.padding, self.dilation, self.groups)
-        biased: Tensor = Biased.apply(plain, self.bias.to(plain.dtype))  # type: ignore[no-untyped-call]
+        assert self.bias is not None
+        maps = conv2d(x, self.weight, None, self.stride, self.padding, self.dilation, self.groups)
+        biased: Tensor = Biased.apply(maps, self.bias.to(maps.dtype))  # type: ignore[no-untyped-call]
         return biased
 
 
@@ -32,9 +34,13 @@ class Biased(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, maps: Tensor, bias: Tensor) -> Tensor:
         ctx.mark_dirty(maps)
-        return maps.add_(bias.view(-1, 1, 1))
+        maps.add_(bias.view(-1, 1, 1))
+        return maps
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
-        return grad, grad.sum((2, 3)).sum(0) if ctx.needs_input_grad[1] else None
+        if not ctx.needs_input_grad[1]:
+            return grad, None
+        exact = torch.promote_types(grad.dtype, torch.float32)  # not rounded to bfloat16 between the two sums
+        return grad, grad.sum((2, 3), dtype=exact).sum(0).to(grad.dtype)
