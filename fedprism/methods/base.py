@@ -263,9 +263,7 @@ class Method:
     stays: ClassVar[str] = "nothing"
     group: ClassVar[str] = "global"
     reveals: ClassVar[str] = "nothing beyond the average"
-    newcomers: ClassVar[str] = (
-        "get what is shared; at the moment `adapted` they have trained one round"  # not in training
-    )
+    newcomers: ClassVar[str] = "get what is shared; at the moment `adapted` they have trained one round"
     # What its paper says where the configuration says `method`.
     bn: ClassVar[str] = "shared"  # shared | local | local-stats | local-affine; a setting may change it (Fed-CO2)
     weighting: ClassVar[str] = "samples"  # samples | uniform | contribution: its own weights, else uniform
