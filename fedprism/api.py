@@ -404,7 +404,7 @@ class Models(Mapping[str, "ClientModel"]):
 
     def __init__(self, path: Path, record: RunRecord, method: Method, federation: Federation | None = None) -> None:
         self._path, self._config, self._method, self._federation = path, record.config, method, federation
-        self._digests = record.info.get("images", {})
+        self._digests = dict(record.info.get("images", {}))  # of clients whose images have not been compared yet
         self._info = make_info(self._config, record.clients, len(record.class_names), record.shape)
         self._class_names = record.class_names
         with RunDirectory.open(path) as directory:
@@ -431,11 +431,13 @@ class Models(Mapping[str, "ClientModel"]):
                     f"this run cannot be read again. To have its models, {again}. The reason: {error}"
                 ) from error
         given = self._federation.clients.get(client)
-        if given is None or digest(given) != self._digests.get(client):
+        if given is None or (client in self._digests and digest(given) != self._digests[client]):
+            wrong = "are not there" if given is None else f"are not the ones that {self._path} was run with"
             raise RecordError(
                 f"{self._method.id} adapts a model to its client's images before it is tested, but those of {client!r} "
-                f"are not the ones that {self._path} was run with; {again}."
+                f"{wrong}; {again}."
             )
+        self._digests.pop(client, None)
         return self._federation
 
     def __iter__(self) -> Iterator[str]:

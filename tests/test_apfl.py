@@ -22,7 +22,7 @@ from tests.test_limit_cases import MLP, TURNED, Trained, config_of, part, train
 
 
 def alphas(run: Trained) -> list[float]:
-    return [float(state["share.alpha"]) for state in run.states.values()]
+    return [float(state["own.alpha"]) for state in run.states.values()]
 
 
 # --- at the ends -----------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def test_alpha_goes_down_the_slope_of_the_loss(start: float, tiny: Federation) -
     rate = -0.1 / slope  # so that alpha goes up by 0.1
     me.keep("lr", torch.tensor(rate, dtype=torch.float64))
     method.loss(me, x, y)
-    assert float(me.model.share["alpha"]) == pytest.approx(start + 0.1, abs=1e-5)
+    assert float(me.model.own["alpha"]) == pytest.approx(start + 0.1, abs=1e-5)
 
 
 def test_alpha_stays_within_its_bounds(tiny: Federation) -> None:
@@ -118,7 +118,7 @@ def test_alpha_stays_within_its_bounds(tiny: Federation) -> None:
         me, x, y = slot(APFL(), tiny)
         me.keep("lr", torch.tensor(rate))
         APFL().loss(me, x, y)
-        ends.append(float(me.model.share["alpha"]))
+        ends.append(float(me.model.own["alpha"]))
     assert sorted(ends) == [0.0, 1.0]
 
 
@@ -135,7 +135,7 @@ def test_alpha_is_learned_once_a_round(tiny: Federation) -> None:
     """By the first batch, where the common model is as received; in the first round both models are the same."""
     many = train(APFL(), tiny, train={"rounds": 2})
     first, second = (
-        [float((snapshot.clients[c] or {})["share.alpha"]) for c in tiny.names] for snapshot in many.seen.snapshots[1:]
+        [float((snapshot.clients[c] or {})["own.alpha"]) for c in tiny.names] for snapshot in many.seen.snapshots[1:]
     )
     assert first == [0.5] * 3
     assert all(a != 0.5 for a in second)
@@ -148,7 +148,7 @@ def test_alpha_is_learned_once_a_round(tiny: Federation) -> None:
     cut.states.restore(start.clients)
     cut.server = dict(start.server)
     cut.one_round(1)
-    assert [float((cut.states[c] or {})["share.alpha"]) for c in tiny.names] == second
+    assert [float((cut.states[c] or {})["own.alpha"]) for c in tiny.names] == second
     assert not same(cut.states["plain"], many.states["plain"])
 
 
@@ -213,12 +213,12 @@ def test_who_is_new_begins_with_the_common_model(later: tuple[str, ...], alone: 
     assert same(part(state, "personal."), part(run.server, "common.")) == (not alone or bool(later))
 
 
-def test_a_member_that_was_never_sampled_is_tested_with_the_common_model(tiny: Federation) -> None:
+@pytest.mark.parametrize("broadcast", ["participants", "all"])
+def test_a_member_that_was_never_sampled_is_tested_with_the_common_model(broadcast: str, tiny: Federation) -> None:
     """Not with a mixture of it and of weights that nobody has trained, which has hardly learned anything."""
-    run = train(APFL(), tiny, clients={"participation": 0.34}, train={"rounds": 3})  # one client a round
-    average = train(FedAvg(), tiny, clients={"participation": 0.34}, train={"rounds": 3})
-    absent = [client for client, state in run.seen.snapshots[-1].clients.items() if state is None]
-    assert absent == ["plain"]
+    clients = {"participation": 0.34, "broadcast": broadcast}  # one client a round
+    run, average = (train(each, tiny, clients=clients, train={"rounds": 3}) for each in (APFL(), FedAvg()))
+    assert "plain" not in {client for record in run.seen.records for client in record.cohort}
     mixed, common = (each.seen.records[-1].scores["received"]["test"] for each in (run, average))
     assert mixed["plain"] == common["plain"]
     assert mixed["textured"] != common["textured"]

@@ -67,6 +67,9 @@ def test_adapted_models_need_the_images_of_the_run(three: fp.Federation, tmp_pat
         fp.load(path).models["plain"]
     with pytest.raises(fp.RecordError, match="'plain' are not the ones"):
         fp.load(path, federation=three).models["plain"]
+    fewer = fp.Federation.from_arrays({"tinted": arrays["tinted"]})
+    with pytest.raises(fp.RecordError, match="'plain' are not there"):
+        fp.load(path, federation=fewer).models["plain"]
     assert fp.load(path, federation=own).models["plain"].predict(three.clients["plain"].test.x[:3]).shape == (3,)
     assert fp.load(path, method=fp.FedAvg()).models["plain"].predict(three.clients["plain"].test.x[:3]).shape == (3,)
 

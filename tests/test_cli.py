@@ -147,7 +147,7 @@ def test_list_of_methods_is_by_idea_and_counts_lines() -> None:
 
 
 def test_list_of_methods_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of eighty columns: nothing is cut, and a method takes three lines at most."""
+    """Of eighty columns: nothing is cut, and a method takes fewer than three lines on average."""
     monkeypatch.setenv("COLUMNS", "80")
     printed = call("list", "methods").output
     assert "…" not in printed

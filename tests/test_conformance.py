@@ -279,6 +279,11 @@ class PoisonedSlots(Spy):
                     poison(kept if isinstance(kept, dict) else {"": kept})
 
 
+class FreshSlots(PoisonedSlots):
+    def before_a_client(self) -> None:
+        self.slots.clear()
+
+
 @torch.no_grad()
 def poison(state: Mapping[str, Tensor]) -> None:
     for tensor in state.values():
@@ -288,6 +293,11 @@ def poison(state: Mapping[str, Tensor]) -> None:
 @every_method
 def test_nothing_passes_from_client_to_client(name: str, straight: Straight, tiny: Federation) -> None:
     assert_same_run(train(method_of(name), config_of(), tiny, PoisonedSlots), straight(name))
+
+
+@pytest.mark.parametrize("name", ["fedpick", "fedsce", "fedfomo"])
+def test_a_slot_of_its_own_changes_nothing(name: str, straight: Straight, tiny: Federation) -> None:
+    assert_same_run(train(method_of(name), config_of(), tiny, FreshSlots), straight(name))
 
 
 @every_method

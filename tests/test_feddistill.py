@@ -13,8 +13,9 @@ from torch.nn.functional import cross_entropy
 from fedprism.engines.client import Job, open_slot
 from fedprism.engines.loop import Loop
 from fedprism.federation import Federation, Split
-from fedprism.methods.base import Me, State, Upload
+from fedprism.methods.base import Me, Method, State, Upload
 from fedprism.methods.feddistill import FedDistill
+from fedprism.methods.fedproto import FedProto
 from fedprism.methods.local import Local
 from tests.helpers import loop_for, same
 from tests.test_limit_cases import MLP, config_of, part, train
@@ -124,6 +125,20 @@ def test_a_client_of_very_many_images_does_not_drown_the_others(tiny: Federation
     uploads[0].state["prototypes.count"][0] = 1e7
     server = loop.method.aggregate(loop.server, uploads, loop.now(0))
     assert sent(loop, server, "plain")[0][0, 0].item() == pytest.approx(0.3, abs=1e-7)
+
+
+@pytest.mark.parametrize("method", [FedDistill(), FedProto()], ids=["feddistill", "fedproto"])
+def test_less_than_no_images_are_none(method: Method, tiny: Federation) -> None:
+    """A count that cannot be does not take others' out of the mean, nor out of the world."""
+    loop = loop_for(method, config_of(model={"name": "mlp", "hidden": [10]}, clients={"weighting": "samples"}), tiny)
+    uploads = uploaded({0: [9.0]}, {0: [1.0]}, {0: [4.0]})
+    for upload, count in zip(uploads, (-4.0, 3.0, 1.0), strict=True):
+        upload.state["prototypes.count"][0] = count
+    server = loop.method.aggregate(loop.server, uploads, loop.now(0))
+    assert server["prototypes.mean"][0, 0].item() == pytest.approx(7 / 4)
+    assert server["prototypes.count"][0].item() == 4
+    if isinstance(method, FedDistill):
+        assert sent(loop, server, "tinted")[0][0, 0].item() == pytest.approx(4.0)
 
 
 def test_who_is_absent_counts_with_what_it_sent_last(tiny: Federation) -> None:

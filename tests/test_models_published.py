@@ -162,7 +162,10 @@ def test_the_gradient_of_a_bias_that_is_summed_in_two_steps(layout: torch.memory
 
 def test_the_gradient_of_a_bias_in_bfloat16_is_rounded_once() -> None:
     maps = torch.randn(16, 5, 20, 20, generator=keys.generator("maps")).bfloat16().requires_grad_()
-    bias, toward = torch.zeros(5, dtype=torch.bfloat16, requires_grad=True), torch.rand(16, 5, 20, 20).bfloat16()
+    bias, toward = (
+        torch.zeros(5, dtype=torch.bfloat16, requires_grad=True),
+        torch.rand(16, 5, 20, 20, generator=keys.generator("toward")).bfloat16(),
+    )
     (found,) = torch.autograd.grad(Biased.apply(maps.clone(), bias), bias, toward)
     assert torch.equal(found, toward.float().sum((2, 3)).sum(0).bfloat16())
 

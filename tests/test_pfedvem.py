@@ -123,6 +123,22 @@ def test_confident_clients_count_more(tiny: Federation) -> None:
     torch.testing.assert_close(loop.method.aggregate(server, both[1:], loop.now(0))["common"], torch.full((2,), 4.0))
 
 
+def test_a_variance_that_is_none_makes_nobody_sure(tiny: Federation) -> None:
+    """Whoever sends one does not count in the common head; if all do, it stays."""
+    loop, _ = trained(PFedVEM(), tiny, train={"rounds": 1})
+    body = {name: loop.server[name] for name in loop.server if name != "common"}
+
+    def after(*rho2: float) -> Tensor:
+        heads = [torch.full_like(loop.server["common"], float(k)) for k in range(len(rho2))]
+        states = [{**body, "common": m, "rho2": torch.tensor(r)} for m, r in zip(heads, rho2, strict=True)]
+        uploads = [Upload(c, 40, state) for c, state in zip(tiny.names, states, strict=False)]
+        return loop.method.aggregate(loop.server, uploads, loop.now(1))["common"]
+
+    assert after(-1.0, 0.25, 0.0).eq(1).all()
+    assert after(1.0, 0.25, 0.0).sub(0.8).abs().max() < 1e-6
+    assert torch.equal(after(0.0, -2.0), loop.server["common"])
+
+
 def test_divergence_by_hand_and_its_pull(tiny: Federation) -> None:
     """What the prior adds to the loss is KL / images; its gradient draws mu to m, and sigma to rho."""
     me, x, y = slot_of(PFedVEM(), tiny, sigma=0.5, far=0.3)

@@ -16,11 +16,14 @@ import pytest
 import torch
 from rich.console import Console
 
+from fedprism import api
 from fedprism.config import Config, ModelConfig, structure
 from fedprism.engines.events import Plan, RoundRecord, Score, Snapshot
 from fedprism.errors import FedprismError, RecordError
 from fedprism.federation import Federation
+from fedprism.federation import federation as some_federation
 from fedprism.methods import METHODS
+from fedprism.methods.base import Method
 from fedprism.records import Protocol, RunRecord
 from fedprism.report import figures
 from fedprism.report.explain import Traffic, code_lines, settings_of, traffic
@@ -376,9 +379,14 @@ def test_page_says_what_others_learn_of_each_method(runs: list[RunRecord], feder
     assert len({METHODS[name].reveals for name in ("local", "fedavg", "fedproto")}) == 3
 
 
-def test_page_says_what_others_learn_of_a_method_of_ones_own(runs: list[RunRecord], federation: Federation) -> None:
-    own = replace(runs[0], info={**runs[0].info, "reveals": "a secret"})
-    assert "<dt>local: others learn</dt><dd>a secret</dd>" in page([own, *runs[1:]], federation=federation)
+def test_page_says_what_others_learn_of_a_method_of_ones_own(tmp_path: Path) -> None:
+    class Mine(Method):
+        reveals = "a secret"
+
+    sites = some_federation("digits-skew", clients=2, samples=20)
+    run = api.train(sites, Mine(), "mlp", rounds=1, out=tmp_path / "run")
+    assert "mine" not in METHODS
+    assert "<dt>mine: others learn</dt><dd>a secret</dd>" in page([run.record], federation=sites)
 
 
 def test_page_escapes_what_it_is_given(federation: Federation) -> None:

@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy
 
 from fedprism.config import setting, share
 from fedprism.methods import register
-from fedprism.methods.base import Arch, Draw, Info, Me, Method, Net, Now, Parts, State, Tensors, leaves
-from fedprism.methods.states import load, steered
+from fedprism.methods.base import Arch, Draw, Info, Me, Method, Net, Now, Parts, Pass, State, Tensors, leaves
+from fedprism.methods.states import inherit, steered
 
 
 @register
@@ -33,8 +33,8 @@ class APFL(Method):
     adaptive: bool = setting(True, "learn that share, for each client; false: it stays")
 
     def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
-        alpha = Tensors({"alpha": torch.tensor(self.alpha)})
-        return Parts(common=arch.model(seed), personal=arch.model(seed), share=alpha)
+        own = Tensors({"alpha": torch.tensor(self.alpha), "trained": torch.tensor(False)})
+        return Parts(common=arch.model(seed), personal=arch.model(seed), own=own)
 
     def shared(self, model: Net, now: Now) -> Collection[str]:
         return leaves.part(model, "common")
@@ -42,14 +42,20 @@ class APFL(Method):
     def receive(self, me: Me, now: Now) -> None:
         super().receive(me, now)
         alone = self.alpha == 1 and not self.adaptive and now.client not in now.info.later  # as Local
-        if now.new and not alone:  # else it would be tested with half a model that nobody has trained
-            load(me.model.personal, leaves.tensors(me.model.common))
+        if not alone:  # until it trains: half of the mixture would be a model that nobody has trained
+            inherit(me.model, leaves.tensors(me.model.personal))
 
     def start(self, me: Me, now: Now) -> None:
         me.keep("lr", torch.full((), now.lr, device=now.device))  # of alpha: 0 after its step
 
+    def passes(self, me: Me, now: Now) -> list[Pass]:
+        return [Pass(self.loss, end=self.note)]
+
+    def note(self, me: Me, now: Now) -> None:
+        me.model.own["trained"].fill_(True)
+
     def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
-        common, personal, held = me.model.common, me.model.personal, me.model.share["alpha"]
+        common, personal, held = me.model.common, me.model.personal, me.model.own["alpha"]
         a, v = held.clone(), dict(personal.named_parameters())
         w = {n: p.detach() for n, p in common.named_parameters()}
         bar = mixed(v, w, a)
@@ -63,7 +69,7 @@ class APFL(Method):
         return cross_entropy(common(x), y) + steered(loss, bar, slopes)
 
     def predict(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
-        both = mixed(leaves.tensors(model.personal), leaves.tensors(model.common), model.share["alpha"])
+        both = mixed(leaves.tensors(model.personal), leaves.tensors(model.common), model.own["alpha"])
         return functional_call(model.personal, both, (x,))
 
     def predict_global(self, model: Net, x: Tensor, draw: Draw) -> Tensor:

@@ -23,7 +23,7 @@ class FedAMP(FedProx):  # a client trains as in FedProx, near a received model t
     idea = "The server mixes a cloud model for each client, mostly of those near it; the client starts and stays there."
     shares = "the whole model; each client is sent a mixture of its own"
     group = "mixture"
-    reveals = "a mixture of the other clients' models, in which near ones weigh most"
+    reveals = "a mixture of the other clients' models, in which near ones weigh most; the server: each model by itself"
     newcomers = "get the plain mean of all clients' last models; at the moment `adapted` they have trained one round"
     weighting = "contribution"
     moment = "trained"
@@ -86,7 +86,7 @@ class FedAMP(FedProx):  # a client trains as in FedProx, near a received model t
 
 
 def typical(far: Tensor) -> float:
-    """The median of what is off the diagonal; 1 where nothing is, since nothing is then divided by it."""
+    """The median of what is off the diagonal; 1 where nothing is: a client is at no distance from itself."""
     pairs = far[~torch.eye(len(far), dtype=torch.bool, device=far.device)]
     return float(pairs.median().clamp(min=1e-300)) if len(pairs) else 1.0
 

@@ -31,7 +31,7 @@ class FedDistill(FedProto):
     group = "distillation"
     weighting = "uniform"
     reveals = (
-        "the mean output of each class over the other clients, and how many of them have the class; "
+        "the mean output of each class over the other clients, and of how many clients or images it is; "
         "the server: those of each client"
     )
     shows = {"pull": "cross-entropy of the outputs to the others' mean output of the class"}
@@ -61,19 +61,19 @@ class FedDistill(FedProto):
         me.log("pull", pull)
         return cross_entropy(scores, y) + self.lam * pull
 
-    # The server keeps what each client sent last. Everybody's mean is FedProto's; a client's own part is taken out.
+    # The server keeps what each client sent last, and the sum of all; of that sum a client is sent the others' part.
     def server(self, model: Net, now: Now) -> State:
         first, many = super().server(model, now), len(now.info.clients)
-        every = torch.zeros_like(first["prototypes.mean"], dtype=torch.float64)
-        return {**first, "every": every, **{f"of.{n}": t.new_zeros(many, *t.shape) for n, t in first.items()}}
+        total = torch.zeros_like(first["prototypes.mean"], dtype=torch.float64)
+        return {**first, "sum": total, **{f"of.{n}": t.new_zeros(many, *t.shape) for n, t in first.items()}}
 
     def send(self, server: State, client: str | None, now: Now) -> State:
         if client not in now.info.clients:
             return super().send(server, client, now)
         weights, own = self.counted(server["of.prototypes.count"], now), now.info.place[client]
         rest = weights.sum(0) - weights[own]
-        others = server["every"] - weights[own].unsqueeze(1) * server["of.prototypes.mean"][own].double()
-        mean = (others / rest.clamp(min=1).unsqueeze(1)).to(server["prototypes.mean"].dtype)
+        others = server["sum"] - weights[own].unsqueeze(1) * server["of.prototypes.mean"][own].double()
+        mean = (others / torch.where(rest > 0, rest, 1).unsqueeze(1)).to(server["prototypes.mean"].dtype)
         return {"prototypes.mean": mean, "prototypes.count": rest.to(mean.dtype)}
 
     def counted(self, counts: Tensor, now: Now) -> Tensor:
@@ -89,4 +89,4 @@ class FedDistill(FedProto):
         every = [Upload(c, 0, {n: t[i] for n, t in last.items()}) for i, c in enumerate(now.info.clients)]
         weights = self.counted(last["prototypes.count"], now).unsqueeze(2)
         total = (weights * last["prototypes.mean"].double()).sum(0)
-        return {**super().aggregate(server, every, now), "every": total, **{f"of.{n}": t for n, t in last.items()}}
+        return {**super().aggregate(server, every, now), "sum": total, **{f"of.{n}": t for n, t in last.items()}}

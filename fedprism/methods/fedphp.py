@@ -12,9 +12,9 @@ from torch.nn.functional import cross_entropy
 
 from fedprism.config import setting
 from fedprism.methods import leaves, register
-from fedprism.methods.base import Arch, Draw, Info, Me, Method, Net, Now, Parts, Pass, State, Tensors
+from fedprism.methods.base import Arch, Draw, Info, Me, Method, Net, Now, Parts, Pass, Tensors
 from fedprism.methods.fedcp import mmd
-from fedprism.methods.states import average, load
+from fedprism.methods.states import average, inherit
 
 
 @register
@@ -76,12 +76,6 @@ class FedPHP(Method):
 
     def predict_global(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
         return model.common(x)
-
-
-def inherit(model: Net, personal: State) -> None:
-    """Set the personal model; before the first training to the common one. Chosen on the device, without waiting."""
-    trained, common = model.own["trained"], leaves.tensors(model.common)
-    load(model.personal, {n: torch.where(trained, t, common[n]) for n, t in personal.items()})
 
 
 def scaled_mmd(a: Tensor, b: Tensor) -> Tensor:

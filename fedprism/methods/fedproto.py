@@ -90,12 +90,12 @@ class FedProto(Method):
     def aggregate(self, server: State, uploads: Sequence[Upload], now: Now) -> State:
         # Weighted by the class's samples (Eq. 6), or plainly over those who have the class. A class that nobody
         # showed this round keeps its prototype.
-        counts = torch.stack([u.state["prototypes.count"] for u in uploads]).clamp(min=0)  # whatever was sent
+        counts = torch.stack([u.state["prototypes.count"] for u in uploads]).clamp(min=0)  # less is none
         means = torch.stack([u.state["prototypes.mean"] for u in uploads])
         weights = counts if now.weighting == "samples" else (counts > 0).to(means.dtype)
         total = weights.sum(0)
-        mean = (weights.unsqueeze(2) * means).sum(0) / total.clamp(min=1).unsqueeze(1)
         seen = total > 0
+        mean = (weights.unsqueeze(2) * means).sum(0) / torch.where(seen, total, 1).unsqueeze(1)
         return {
             "prototypes.mean": torch.where(seen.unsqueeze(1), mean, server["prototypes.mean"]),
             "prototypes.count": torch.where(seen, counts.sum(0), server["prototypes.count"]),

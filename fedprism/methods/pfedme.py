@@ -17,8 +17,7 @@ from fedprism.config import positive, setting
 from fedprism.errors import ConfigError
 from fedprism.methods import register
 from fedprism.methods.base import Arch, Draw, Info, Me, Method, Net, Now, Parts, Pass, State, Tensors, leaves
-from fedprism.methods.fedphp import inherit
-from fedprism.methods.states import load, squared_distance
+from fedprism.methods.states import inherit, load, squared_distance
 
 
 @register

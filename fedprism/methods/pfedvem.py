@@ -16,8 +16,6 @@ from fedprism.methods import leaves, register
 from fedprism.methods.base import Arch, Draw, Info, Kind, Me, Method, Net, Now, Pass, State, Upload
 from fedprism.methods.states import average, load
 
-LEAST = 1e-12  # variance of a prior
-
 
 @register
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class PFedVEM(Method):
         load(me.model.head, named(me.model.head, mu))
 
     def start(self, me: Me, now: Now) -> None:
-        me.model.rho2.copy_(squares(me.model).mean().clamp(min=LEAST))  # the M-step
+        me.model.rho2.copy_(squares(me.model).mean().clamp(min=1e-12))  # the M-step
         me.log("rho", me.model.rho2.sqrt())
         me.keep("images", torch.full((), float(len(now.local.train)), device=now.device))
 
@@ -90,10 +88,13 @@ class PFedVEM(Method):
         return {**super().upload(me, now), "common": flat(me.model.head), "rho2": me.model.rho2}
 
     def aggregate(self, server: State, uploads: Sequence[Upload], now: Now) -> State:
-        sure = [1 / max(rho2, LEAST) for rho2 in torch.stack([u.state["rho2"] for u in uploads]).tolist()]
-        common = average([{"common": u.state["common"]} for u in uploads], [each / sum(sure) for each in sure])
+        known = torch.stack([u.state["rho2"] for u in uploads]).tolist()
+        sure = [1 / rho2 if rho2 > 0 else 0.0 for rho2 in known]  # a variance that is none makes nobody sure
         rest = [replace(u, state={name: u.state[name] for name in server}) for u in uploads]
-        return {**super().aggregate(server, rest, now), **common}
+        after = {**super().aggregate(server, rest, now), "common": server["common"]}
+        if not any(sure):
+            return after
+        return after | average([{"common": u.state["common"]} for u in uploads], [each / sum(sure) for each in sure])
 
     def predict_global(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
         scores: Tensor = functional_call(model.head, named(model.head, model.common), model.body(x))

@@ -55,6 +55,13 @@ def copy_all(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         torch._foreach_copy_([into[i] for i in places], [tensors[i] for i in places], non_blocking=True)
 
 
+def inherit(model: Net, personal: State) -> None:
+    """Set a client's personal model; until `own.trained` is set, to the common one. Chosen on the device, without
+    waiting."""
+    trained, common = model.own["trained"], tensors(model.common)
+    load(model.personal, {n: torch.where(trained, t, common[n]) for n, t in personal.items()})
+
+
 def squared_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
     """|a - b|^2 over the leaves of b."""
     return torch.stack([(a[name] - anchor).square().sum() for name, anchor in b.items()]).sum()
