@@ -17,6 +17,7 @@ from fedprism.engines.client import not_finite
 from fedprism.methods import METHODS
 from fedprism.methods.subspaces import Subspace, overlap
 from fedprism.models.conv import Conv2d
+from tests.test_replay import PARTS, compiled_and_plain
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 RAW = {
@@ -148,6 +149,11 @@ def test_compiled_steps_follow_the_captured_ones(
     captured, compiled = (losses(with_run(raw, compile=each), tmp_path / str(each)) for each in (False, True))
     assert "(compiled)" not in caplog.text  # with the reason, if it could not be compiled
     assert captured == pytest.approx(compiled, rel=0.05)
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=list(PARTS))
+def test_the_compiler_reads_parts_of_something_larger(part: Any) -> None:
+    torch.testing.assert_close(*compiled_and_plain(part, torch.device("cuda")), rtol=1e-2, atol=1e-2)  # TF32
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

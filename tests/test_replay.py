@@ -366,15 +366,19 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor, part: Any) -> Tensor:
         return functional.conv2d(part(x), weight, bias)
 
 
+def compiled_and_plain(part: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    given = [torch.randn(*shape, generator=draw).to(device) for shape in ((4, 6, 9, 9), (5, 3, 3, 3), (5,))]
+    graph = make_fx(lambda *args: convolved(*args, part), tracing_mode="fake")(*given)
+    found = compiled.inductor(graph, given)(*given)
+    return found[0] if isinstance(found, list | tuple) else found, functional.conv2d(part(given[0]), *given[1:])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS.values(), ids=list(PARTS))
 def test_the_compiler_reads_parts_of_something_larger(part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(compiled.OPTIONS, "max_autotune_gemm_backends", "ATEN")
-    draw = torch.Generator().manual_seed(0)
-    given = [torch.randn(*shape, generator=draw) for shape in ((4, 6, 9, 9), (5, 3, 3, 3), (5,))]
-    graph = make_fx(lambda *args: convolved(*args, part), tracing_mode="fake")(*given)
-    found = compiled.inductor(graph, given)(*given)
-    torch.testing.assert_close(found[0] if isinstance(found, list | tuple) else found, convolved(*given, part))
+    torch.testing.assert_close(*compiled_and_plain(part, CPU))
 
 
 @pytest.mark.parametrize("part", PARTS.values(), ids=list(PARTS))
