@@ -807,7 +807,7 @@ def test_batch_norm_policy(name: str, tiny: Federation) -> None:
     crossing = {}
     for policy in ("shared", "local", "local-stats", "local-affine"):
         config = config_of(
-            train={"bn": policy, "rounds": 3},
+            train={"bn": policy, "rounds": 2},
             model={"name": "lenet-bn", "head_layers": 2},
             clients={"participation": 0.67},
         )
@@ -928,7 +928,7 @@ def test_hyper_parameters_have_defaults_and_docs(name: str) -> None:
 def test_learns(name: str, tiny: Federation) -> None:
     """Ten classes: chance is 10 %."""
     method = method_of(name)
-    config = config_of(train={"rounds": 12, "batch": 10, "epochs": 2}, evaluate={"every": 12, "moments": ALL_MOMENTS})
+    config = config_of(train={"rounds": 9, "batch": 10, "epochs": 2}, evaluate={"every": 9, "moments": ALL_MOMENTS})
     run = train(method, config, tiny)
     assert_sound(run)
     scores = run.records[-1].scores[method.moment]["test"].values()
