@@ -137,9 +137,8 @@ def test_out_of_memory_lowers_the_number_of_slots(tmp_path: Path) -> None:
         {"method": "fedavg", "run": {"precision": "bf16"}},
         {"method": "local", "model": {"per_client": ["lenet-bn", "mlp", "cnn4", "mlp", "mlp"]}},
         {"method": "fedavg", "model": {"name": "mlp", "hidden": [4096, 1024]}},  # a product that is left to cuBLAS
-        {"method": "fedbn", "model": "alexnet-bn", "data": {**UNEQUAL, "image_size": 64}},  # windows that overlap
     ],
-    ids=["fedavg", "fedcp", "fedpick", "bf16", "mixed", "wide", "alexnet"],
+    ids=["fedavg", "fedcp", "fedpick", "bf16", "mixed", "wide"],
 )
 def test_compiled_steps_follow_the_captured_ones(
     change: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -149,6 +148,23 @@ def test_compiled_steps_follow_the_captured_ones(
     captured, compiled = (losses(with_run(raw, compile=each), tmp_path / str(each)) for each in (False, True))
     assert "(compiled)" not in caplog.text  # with the reason, if it could not be compiled
     assert captured == pytest.approx(compiled, rel=0.05)
+
+
+def test_compiled_steps_with_windows_that_overlap(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The losses of training, in one round and without TF32: rounding grows fast in AlexNet with so few images.
+
+    On a CPU, two memory formats take them 6e-4 apart at most; after two rounds at the default rate it is a tenth.
+    """
+    train = {"rounds": 1, "batch": 16, "optimizer": {"lr": 0.02}}
+    data, model = {**UNEQUAL, "image_size": 64}, "alexnet-bn"
+    raw = with_run({**RAW, "method": "fedbn", "model": model, "data": data, "train": train}, precision="fp32")
+    captured, compiled = (
+        api.run_config(structure(with_run(raw, compile=each), Config), "x", out=tmp_path / str(each)).record.rounds[-1]
+        for each in (False, True)
+    )
+    assert "(compiled)" not in caplog.text
+    for client, logs in captured.logs.items():
+        assert logs["loss/train"] == pytest.approx(compiled.logs[client]["loss/train"], rel=0.01)
 
 
 @pytest.mark.parametrize("part", PARTS.values(), ids=list(PARTS))

@@ -23,7 +23,13 @@ from fedprism.methods.pfedvem import PFedVEM, flat, normal
 from tests.helpers import CPU, Collect, loop_for, same
 
 TWO = {"name": "lenet-bn", "head_layers": 2}  # batch norm in the head, too
-POINT = PFedVEM(sigma=1e-30, samples=1, kl=0.0)  # a head without spread and prior
+
+
+class Point(PFedVEM):
+    """A head without spread."""
+
+    def deviation(self, model: Any) -> Tensor:
+        return torch.zeros_like(model.spread)
 
 
 def config_of(**sections: Any) -> Config:
@@ -49,7 +55,7 @@ def slot_of(method: PFedVEM, federation: Federation, sigma: float, far: float) -
     me = open_slot(job)
     me.draw = keyed_draw(CPU, "test")
     with torch.no_grad():
-        me.model.spread.fill_(math.log(math.expm1(sigma)))
+        me.model.spread.fill_(method.sigma * math.log(math.expm1(sigma / method.sigma)))
         me.model.common.copy_(flat(me.model.head))
         me.model.common[::2] -= far
         now = make_now(method, job.config, job.info, me.model, 0, "plain", data=job.data)
@@ -74,7 +80,7 @@ def test_without_spread_and_prior_it_is_fedrep_of_full_batches(participation: fl
     """Bit by bit, heads too. In FedRep, too, all train then: it is pFedVEM's own rule that they do."""
     sections: dict[str, Any] = {"train": {"batch": 64}}
     sections["clients"] = {"participation": participation, "train": "all"}
-    ours, seen = trained(POINT, tiny, **sections)
+    ours, seen = trained(Point(samples=1, kl=0.0), tiny, **sections)
     theirs, expected = trained(FedRep(head_epochs=10), tiny, **sections)
     for client, state in theirs.states.items():
         assert same(part(ours.states[client], "body."), part(state, "body."))
@@ -141,9 +147,9 @@ def test_a_variance_that_is_none_makes_nobody_sure(tiny: Federation) -> None:
 
 def test_divergence_by_hand_and_its_pull(tiny: Federation) -> None:
     """What the prior adds to the loss is KL / images; its gradient draws mu to m, and sigma to rho."""
-    me, x, y = slot_of(PFedVEM(), tiny, sigma=0.5, far=0.3)
-    free = PFedVEM(kl=0.0).e_step(me, x, y)
-    bound = PFedVEM(kl=2.0).e_step(me, x, y)
+    me, x, y = slot_of(PFedVEM(sigma=0.4), tiny, sigma=0.5, far=0.3)
+    free = PFedVEM(sigma=0.4, kl=0.0).e_step(me, x, y)
+    bound = PFedVEM(sigma=0.4, kl=2.0).e_step(me, x, y)
     q = Normal(flat(me.model.head), torch.full((650,), 0.5))
     kl = kl_divergence(q, Normal(me.model.common, me.model.rho2.sqrt())).sum()
     assert kl > 1
@@ -155,7 +161,7 @@ def test_divergence_by_hand_and_its_pull(tiny: Federation) -> None:
     expected = torch.zeros(650)
     expected[::2] = 0.3 / rho2
     torch.testing.assert_close(to_mu, expected, rtol=1e-3, atol=1e-4)
-    slope = 1 - math.exp(-0.5)  # of the softplus, where it is 0.5
+    slope = 1 - math.exp(-0.5 / 0.4)  # of sigma softplus(s / sigma), where it is 0.5
     torch.testing.assert_close(to_s, torch.full((650,), (0.5 / rho2 - 2) * slope), rtol=1e-3, atol=1e-4)
     assert float(to_s[0]) < 0  # rho is above 0.5, so sigma grows
 
@@ -198,18 +204,25 @@ def test_confidence_is_of_the_head_before_it_is_fitted(unequal: Federation) -> N
     torch.testing.assert_close(seen.snapshots[1].server["common"], heads.mean(0))
 
 
-@pytest.mark.parametrize(
-    ("method", "least", "most"), [(PFedVEM(sigma=0.3, head_lr=0.5), 0.05, 0.5), (PFedVEM(), 0.0, 0.01)]
-)
-def test_how_much_confidence_differs(method: PFedVEM, least: float, most: float, unequal: Federation) -> None:
-    """By how much the most confident client counts more than the least: with the defaults hardly, as its page says."""
-    _, seen = trained(method, unequal, train={"rounds": 15}, evaluate={"every": 15, "splits": ["test"]})
-    rho = [logs["rho"] for logs in seen.records[-1].logs.values()]
-    assert least < (max(rho) / min(rho)) ** 2 - 1 < most
-    deviations = [
-        torch.nn.functional.softplus((state or {})["spread"]) for state in seen.snapshots[-1].clients.values()
-    ]
-    assert all((float(each.min()) < 0.95 * method.sigma) == (least > 0) for each in deviations)
+def test_confidence_differs_with_the_defaults(unequal: Federation) -> None:
+    """By how much the most confident client counts more than the least, which is the one with the fewest images."""
+    method = PFedVEM()
+    loop, seen = trained(method, unequal, train={"rounds": 15}, evaluate={"every": 15, "splits": ["test"]})
+    rho = {client: logs["rho"] for client, logs in seen.records[-1].logs.items()}
+    assert max(rho, key=lambda client: rho[client]) == "textured"
+    assert (max(rho.values()) / min(rho.values())) ** 2 - 1 > 0.03
+    model = open_slot(job_of(method, unequal)).model
+    model.load_state_dict(loop.states["plain"] or {}, strict=False)
+    assert float(method.deviation(model).detach().min()) < 0.95 * method.sigma
+
+
+@pytest.mark.parametrize("sigma", [0.01, 0.1, 1.0])
+def test_deviations_begin_at_sigma_and_train_as_fast_whatever_it_is(sigma: float, tiny: Federation) -> None:
+    method = PFedVEM(sigma=sigma)
+    model = open_slot(job_of(method, tiny)).model
+    method.deviation(model).sum().backward()
+    torch.testing.assert_close(method.deviation(model), torch.full((650,), sigma))
+    torch.testing.assert_close(model.spread.grad, torch.full((650,), 1 - math.exp(-1)))
 
 
 def test_all_train_and_participants_are_averaged(tiny: Federation) -> None:
@@ -260,7 +273,7 @@ def test_who_has_not_trained_has_the_common_head(tiny: Federation) -> None:
             assert torch.equal(head_of(after), loop.server["common"]) is not own
             assert (float(after["rho2"]) > 0) is own
             if not own:
-                assert torch.nn.functional.softplus(after["spread"]).unique().tolist() == [pytest.approx(0.3)]
+                assert after["spread"].unique().tolist() == [pytest.approx(0.3 * math.log(math.expm1(1)))]
 
 
 def test_tested_with_the_mean_and_globally_with_the_common_one(tiny: Federation) -> None:

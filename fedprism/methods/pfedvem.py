@@ -45,7 +45,7 @@ class PFedVEM(Method):
     def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
         model = arch.model(seed)
         mu = flat(model.head).detach()
-        model.register_parameter("spread", nn.Parameter(torch.full_like(mu, math.log(math.expm1(self.sigma)))))
+        model.register_parameter("spread", nn.Parameter(torch.full_like(mu, self.sigma * math.log(math.expm1(1)))))
         model.register_buffer("common", mu)
         model.register_buffer("rho2", mu.new_zeros(()))  # 0: this client has not trained yet
         return model
@@ -56,13 +56,21 @@ class PFedVEM(Method):
     def uploads(self, model: Net, now: Now) -> Mapping[str, Kind]:
         return {**super().uploads(model, now), "common": "weights", "rho2": "scalar"}
 
+    def deviation(self, model: Net) -> Tensor:
+        """Of every weight of the head: a softplus as wide as the first one, so that small ones train as fast."""
+        return self.sigma * softplus(model.spread / self.sigma)
+
+    def squares(self, model: Net) -> Tensor:
+        """sigma^2 + (mu - m)^2 of every weight of the head."""
+        return self.deviation(model).square() + (flat(model.head) - model.common).square()
+
     def receive(self, me: Me, now: Now) -> None:
         load(me.model, now.down)
         mu = torch.where(me.model.rho2 > 0, flat(me.model.head), me.model.common)
         load(me.model.head, named(me.model.head, mu))
 
     def start(self, me: Me, now: Now) -> None:
-        me.model.rho2.copy_(squares(me.model).mean().clamp(min=1e-12))  # the M-step
+        me.model.rho2.copy_(self.squares(me.model).mean().clamp(min=1e-12))  # the M-step
         me.log("rho", me.model.rho2.sqrt())
         me.keep("images", torch.full((), float(len(now.local.train)), device=now.device))
 
@@ -73,14 +81,14 @@ class PFedVEM(Method):
         return [full, Pass(self.loss, "body", body)]
 
     def e_step(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
-        rho2, sigma = me.model.rho2, softplus(me.model.spread)
-        kl = 0.5 * (squares(me.model) / rho2 - 1 + rho2.log() - 2 * sigma.log()).sum()
+        rho2, sigma = me.model.rho2, self.deviation(me.model)
+        kl = 0.5 * (self.squares(me.model) / rho2 - 1 + rho2.log() - 2 * sigma.log()).sum()
         me.log("kl", kl)
         return self.loss(me, x, y) + (self.kl * kl / me["images"] if self.kl else 0.0)
 
     def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
         z, head, mu = me.model.body(x), me.model.head, flat(me.model.head)
-        drawn = mu + softplus(me.model.spread) * normal(me.draw("head", self.samples, len(mu)))
+        drawn = mu + self.deviation(me.model) * normal(me.draw("head", self.samples, len(mu)))
         scores = [functional_call(head, named(head, weights), z) for weights in drawn]
         return torch.stack([cross_entropy(each, y) for each in scores]).mean()
 
@@ -116,11 +124,6 @@ def named(head: nn.Module, weights: Tensor) -> State:
     own = gaussian(head)
     pieces = torch.split(weights, [p.numel() for p in own.values()])
     return {name: piece.view_as(p) for (name, p), piece in zip(own.items(), pieces, strict=True)}
-
-
-def squares(model: Net) -> Tensor:
-    """sigma^2 + (mu - m)^2 of every weight of the head."""
-    return softplus(model.spread).square() + (flat(model.head) - model.common).square()
 
 
 def normal(uniform: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """pFedVEM (Zhu et al. 2023): the fully connected layers of a client's head are Gaussian, q_k = N(mu_k, sigma_k^2).
 
-sigma_k = log(1 + exp s_k). All else (the body, norm layers in the head) is theta, an ordinary number each. A round:
+sigma_k = sigma log(1 + exp(s_k / sigma)), at first sigma. All else (the body, norm layers in the head) is theta, an
+ordinary number each. A round:
 M-step      rho_k^2 = mean over the head's d entries of sigma_k^2 + (mu_k - m)^2, m: as received
 E-step      full-batch descent on sum_x E_q[CE] + kl KL(q_k || N(m, rho_k^2)) over mu_k and s_k, theta frozen, with the
             learning rate head_lr / n_k (that is head_lr for the mean over images)
@@ -42,14 +43,14 @@ class Client:
         self.model, self.rho2 = model, None
         self.layers = {name: part for name, part in model.head.named_children() if isinstance(part, nn.Linear)}
         self.mu = {f"{n}.{leaf}": p for n, part in self.layers.items() for leaf, p in part.named_parameters()}
-        first = torch.tensor(sigma).expm1().log()
+        self.sigma, first = sigma, sigma * torch.tensor(1.0).expm1().log()
         self.s = {name: nn.Parameter(torch.zeros_like(p) + first) for name, p in self.mu.items()}
         heads = {f"head.{name}" for name in self.mu}
         self.names = [name for name in leaves(model) if name not in heads]
         self.theta = [p for name, p in model.named_parameters() if name not in heads]
 
     def q(self, name: str) -> Normal:
-        return Normal(self.mu[name], (1 + self.s[name].exp()).log())
+        return Normal(self.mu[name], self.sigma * (1 + (self.s[name] / self.sigma).exp()).log())
 
     @torch.no_grad()
     def m_step(self, m: dict[str, Tensor]) -> None:
