@@ -8,6 +8,7 @@ import sys
 import threading
 import warnings
 import weakref
+from collections import OrderedDict
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
@@ -31,6 +33,7 @@ from fedprism.errors import ConfigError
 from fedprism.federation import Federation, make_federation
 from fedprism.methods import METHODS, base, make
 from fedprism.methods.base import Me, Method, Now, Pass
+from fedprism.models.alexnet_bn import AlexNetBN
 from tests.helpers import CPU, Collect, cut, same
 
 RAW: dict[str, Any] = {
@@ -379,6 +382,31 @@ def compiled_and_plain(part: Any, device: torch.device) -> tuple[Tensor, Tensor]
 def test_the_compiler_reads_parts_of_something_larger(part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(compiled.OPTIONS, "max_autotune_gemm_backends", "ATEN")
     torch.testing.assert_close(*compiled_and_plain(part, CPU))
+
+
+@pytest.mark.slow
+def test_a_compiled_step_of_alexnet_has_the_gradients_of_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64, where rounding is none: windows that overlap, a mean over windows, batch norm and wide layers."""
+    monkeypatch.setitem(compiled.OPTIONS, "max_autotune_gemm_backends", "ATEN")
+    torch.manual_seed(0)
+    model = nn.Sequential(OrderedDict(AlexNetBN().blocks(10, (3, 64, 64))))
+    model.double().to(memory_format=torch.channels_last)
+    x = torch.randn(8, 3, 64, 64, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
+    y, buffers = torch.randint(10, (8,)), dict(model.named_buffers())
+    names, weights = zip(*model.named_parameters(), strict=True)
+
+    def step(x: Tensor, y: Tensor, *given: Tensor, within: Any = None) -> list[Tensor]:
+        own = [weight.detach().requires_grad_() for weight in given]
+        state = {**dict(zip(names, own, strict=True)), **{name: buffer.clone() for name, buffer in buffers.items()}}
+        with within or compiled.Rewritten(y):
+            loss = functional.cross_entropy(functional_call(model, state, (x,)), y)
+        return [loss.detach(), *torch.autograd.grad(loss, own)]
+
+    plain = step(x, y, *weights, within=nullcontext())
+    given = [x, y, *(weight.detach() for weight in weights)]
+    graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*given)
+    for found, expected in zip(compiled.inductor(graph, given)(*given), plain, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("part", PARTS.values(), ids=list(PARTS))
