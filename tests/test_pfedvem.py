@@ -225,6 +225,20 @@ def test_deviations_begin_at_sigma_and_train_as_fast_whatever_it_is(sigma: float
     torch.testing.assert_close(model.spread.grad, torch.full((650,), 1 - math.exp(-1)))
 
 
+@pytest.mark.parametrize("far", [14, 16, 2000])
+def test_a_deviation_next_to_none_comes_back(far: float, tiny: Federation) -> None:
+    """One large step can make it too small for a float. The KL goes on as its logarithm does, and draws it up."""
+    method = PFedVEM(samples=1)
+    me, x, y = slot_of(method, tiny, sigma=0.1, far=0.0)
+    with torch.no_grad():
+        me.model.spread[0] = -far * method.sigma
+    loss = method.e_step(me, x, y)
+    loss.backward()
+    assert float(loss.detach()) > 0.9 * far / len(y)
+    assert float(me.model.spread.grad[0]) == pytest.approx(-1 / (method.sigma * len(y)), rel=0.01)
+    assert me.model.spread.grad.isfinite().all()
+
+
 def test_all_train_and_participants_are_averaged(tiny: Federation) -> None:
     loop, seen = trained(PFedVEM(), tiny, clients={"participation": 0.34})
     for record, before, after in zip(seen.records[1:], seen.snapshots, seen.snapshots[1:], strict=False):

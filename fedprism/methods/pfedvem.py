@@ -60,6 +60,11 @@ class PFedVEM(Method):
         """Of every weight of the head: a softplus as wide as the first one, so that small ones train as fast."""
         return self.sigma * softplus(model.spread / self.sigma)
 
+    def log_deviation(self, model: Net) -> Tensor:
+        """Its logarithm, also where it is too small for a number: an exponential, whose slope is that of the KL."""
+        x, tiny = model.spread / self.sigma, torch.finfo(model.spread.dtype).tiny
+        return torch.where(x < -15, x + math.log(self.sigma), self.deviation(model).clamp(min=tiny).log())
+
     def squares(self, model: Net) -> Tensor:
         """sigma^2 + (mu - m)^2 of every weight of the head."""
         return self.deviation(model).square() + (flat(model.head) - model.common).square()
@@ -81,8 +86,8 @@ class PFedVEM(Method):
         return [full, Pass(self.loss, "body", body)]
 
     def e_step(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
-        rho2, sigma = me.model.rho2, self.deviation(me.model)
-        kl = 0.5 * (self.squares(me.model) / rho2 - 1 + rho2.log() - 2 * sigma.log()).sum()
+        rho2 = me.model.rho2
+        kl = 0.5 * (self.squares(me.model) / rho2 - 1 + rho2.log() - 2 * self.log_deviation(me.model)).sum()
         me.log("kl", kl)
         return self.loss(me, x, y) + (self.kl * kl / me["images"] if self.kl else 0.0)
 
