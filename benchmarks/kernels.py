@@ -2,17 +2,14 @@
 
     python benchmarks/kernels.py [METHOD ...] [--workload cnn4-n20-b10]
 
-One client trains a round in one slot, and the kernels, copies and fills of its longest recording are counted. Methods
-may be counted by several processes at once. Kernels that the compiler chooses meanwhile, on a busy GPU, may be slow
-ones, so they are kept in a folder of their own, which is deleted. Needs an NVIDIA GPU.
+One client trains a round in one slot, and the kernels, copies and fills of its longest recording are counted. Nothing
+is timed, so methods may be counted by several processes at once. Needs an NVIDIA GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -55,13 +52,9 @@ def main() -> None:
     here = machine(device)
     print(f"{options.workload}, {here['device']}, torch {torch.__version__}, {moment()['date']}\n")
     print("| method | captured | compiled | seconds of compiling |\n|---|---|---|---:|")
-    with TemporaryDirectory() as folder:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-        for method in options.methods or list(METHODS):
-            captured, compiled = (facts(options.workload, method, each, federation, device) for each in (False, True))
-            print(
-                f"| `{method}` | {cell(captured)} | {cell(compiled)} | {compiled['compile_seconds']:.0f} |", flush=True
-            )
+    for method in options.methods or list(METHODS):
+        captured, compiled = (facts(options.workload, method, each, federation, device) for each in (False, True))
+        print(f"| `{method}` | {cell(captured)} | {cell(compiled)} | {compiled['compile_seconds']:.0f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -66,14 +66,14 @@ def with_run(raw: dict[str, Any], **run: Any) -> dict[str, Any]:
     return {**raw, "run": {**raw["run"], **run}}
 
 
-UNEQUAL = {"partition": {"name": "domain", "clients": 5}, "fraction": 0.3}  # last batches of different sizes
-TWO_EPOCHS = {"rounds": 3, "epochs": 2, "batch": 8}
+FIVE = {"partition": {"name": "domain", "clients": 5}, "fraction": 0.3}  # 32 images each
+TWO_EPOCHS = {"rounds": 3, "epochs": 2, "batch": 12}  # the last batch is a smaller one
 
 
 @pytest.mark.parametrize("method", list(METHODS))
 def test_captured_steps_give_the_bits_of_the_reference(method: str, tmp_path: Path) -> None:
     """Three rounds of two epochs, whatever the number of slots."""
-    raw = {**RAW, "method": method, "train": TWO_EPOCHS, "data": UNEQUAL}
+    raw = {**RAW, "method": method, "train": TWO_EPOCHS, "data": FIVE}
     expected = metrics(with_run(raw, engine="inprocess"), tmp_path / "reference")
     for slots in (1, 2, 5):
         assert metrics(with_run(raw, engine="cuda-graphs", slots=slots), tmp_path / f"{slots}") == expected
@@ -82,20 +82,20 @@ def test_captured_steps_give_the_bits_of_the_reference(method: str, tmp_path: Pa
 @pytest.mark.parametrize(
     "change",
     [
-        {"model": "cnn4", "data": {**UNEQUAL, "image_size": 32}},
-        {"model": "digit6", "data": {**UNEQUAL, "image_size": 28}},
-        {"model": "resnet18", "data": {**UNEQUAL, "image_size": 32}},
-        {"model": "vit-tiny", "data": {**UNEQUAL, "image_size": 32}},
-        {"data": {**UNEQUAL, "augment": ["flip", {"name": "rotate"}, {"name": "crop", "padding": 2}]}},
+        {"model": "cnn4", "data": {**FIVE, "image_size": 32}},
+        {"model": "digit6", "data": {**FIVE, "image_size": 28}},
+        {"model": "resnet18", "data": {**FIVE, "image_size": 32}},
+        {"model": "vit-tiny", "data": {**FIVE, "image_size": 32}},
+        {"data": {**FIVE, "augment": ["flip", {"name": "rotate"}, {"name": "crop", "padding": 2}]}},
         {"train": {**TWO_EPOCHS, "optimizer": {"name": "adam", "lr": 1e-3}, "schedule": "cosine", "clip": 1.0}},
         {"train": {**TWO_EPOCHS, "optimizer": {"momentum": 0.9, "weight_decay": 1e-3}}, "run": {"precision": "bf16"}},
-        {"model": "resnet18", "data": {**UNEQUAL, "image_size": 32}, "run": {"memory_format": "channels_last"}},
+        {"model": "resnet18", "data": {**FIVE, "image_size": 32}, "run": {"memory_format": "channels_last"}},
         {"clients": {"participation": 0.6, "dropout": 0.3, "state": "disk"}},
     ],
     ids=["cnn4", "digit6", "resnet18", "vit-tiny", "augment", "adam", "bf16", "channels-last", "disk"],
 )
 def test_whatever_is_set_the_bits_are_those_of_the_reference(change: dict[str, Any], tmp_path: Path) -> None:
-    raw = {**RAW, "method": "fedpick", "train": TWO_EPOCHS, "data": UNEQUAL, **change}
+    raw = {**RAW, "method": "fedpick", "train": TWO_EPOCHS, "data": FIVE, **change}
     raw["run"] = {**RAW["run"], **change.get("run", {})}
     expected = metrics(with_run(raw, engine="inprocess"), tmp_path / "reference")
     assert metrics(with_run(raw, engine="cuda-graphs"), tmp_path / "captured") == expected
@@ -104,14 +104,14 @@ def test_whatever_is_set_the_bits_are_those_of_the_reference(change: dict[str, A
 def test_states_and_data_that_do_not_fit_are_fetched_from_the_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    raw = {**RAW, "method": "fedbn", "train": TWO_EPOCHS, "data": UNEQUAL, "clients": {"participation": 0.5}}
+    raw = {**RAW, "method": "fedbn", "train": TWO_EPOCHS, "data": FIVE, "clients": {"participation": 0.5}}
     expected = metrics(with_run(raw, engine="cuda-graphs"), tmp_path / "fits")
     monkeypatch.setattr(cuda_graphs, "SHARE", 0.0)
     assert metrics(with_run(raw, engine="cuda-graphs"), tmp_path / "does not fit") == expected
 
 
 def test_out_of_memory_lowers_the_number_of_slots(tmp_path: Path) -> None:
-    data = {**UNEQUAL, "image_size": 64}
+    data = {**FIVE, "image_size": 64}
     raw = {**RAW, "model": "alexnet-bn", "method": "fedbn", "train": {"rounds": 1, "batch": 64}, "data": data}
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -143,7 +143,7 @@ def test_out_of_memory_lowers_the_number_of_slots(tmp_path: Path) -> None:
 def test_compiled_steps_follow_the_captured_ones(
     change: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    raw = {**RAW, "data": UNEQUAL, "train": {"rounds": 2, "batch": 16}, **change}
+    raw = {**RAW, "data": FIVE, "train": {"rounds": 2, "batch": 16}, **change}
     raw["run"] = {**RAW["run"], **change.get("run", {})}
     captured, compiled = (losses(with_run(raw, compile=each), tmp_path / str(each)) for each in (False, True))
     assert "(compiled)" not in caplog.text  # with the reason, if it could not be compiled
@@ -156,7 +156,7 @@ def test_compiled_steps_with_windows_that_overlap(tmp_path: Path, caplog: pytest
     On a CPU, two memory formats take them 6e-4 apart at most; after two rounds at the default rate it is a tenth.
     """
     train = {"rounds": 1, "batch": 16, "optimizer": {"lr": 0.02}}
-    data, model = {**UNEQUAL, "image_size": 64}, "alexnet-bn"
+    data, model = {**FIVE, "image_size": 64}, "alexnet-bn"
     raw = with_run({**RAW, "method": "fedbn", "model": model, "data": data, "train": train}, precision="fp32")
     captured, compiled = (
         api.run_config(structure(with_run(raw, compile=each), Config), "x", out=tmp_path / str(each)).record.rounds[-1]

@@ -386,7 +386,10 @@ def test_the_compiler_reads_parts_of_something_larger(part: Any, monkeypatch: py
 
 @pytest.mark.slow
 def test_a_compiled_step_of_alexnet_has_the_gradients_of_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float64, where rounding is none: windows that overlap, a mean over windows, batch norm and wide layers."""
+    """In float64, where rounding is next to none: windows that overlap, batch norm, layers that are left to cuBLAS.
+
+    Not every side: of some, such as 96, PyTorch 2.13's compiler fails at the pooling; 2.11's does not.
+    """
     monkeypatch.setitem(compiled.OPTIONS, "max_autotune_gemm_backends", "ATEN")
     torch.manual_seed(0)
     model = nn.Sequential(OrderedDict(AlexNetBN().blocks(10, (3, 64, 64))))
@@ -405,6 +408,8 @@ def test_a_compiled_step_of_alexnet_has_the_gradients_of_the_plain_one(monkeypat
     plain = step(x, y, *weights, within=nullcontext())
     given = [x, y, *(weight.detach() for weight in weights)]
     graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*given)
+    compiled._one_product_at_a_time(graph)
+    compiled._leave_large_products(graph)
     for found, expected in zip(compiled.inductor(graph, given)(*given), plain, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
