@@ -9,7 +9,7 @@ CONSTRAINT := $(if $(TORCH),,-c constraints-cpu.txt)
 export OMP_NUM_THREADS = 1
 export MKL_NUM_THREADS = 1
 
-.PHONY: demo test test-slow test-fast lint docs bench clean
+.PHONY: demo test test-slow test-fast coverage lint docs bench clean
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "fedprism needs Python 3.11 or newer; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
@@ -26,14 +26,17 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 demo: $(VENV)/.installed  ## train six methods on five domains, print a table, write demo/report.html
 	$(BIN)/fedprism demo
 
-test: $(VENV)/.installed-dev lint  ## everything that must pass before a change lands
+test-fast: $(VENV)/.installed-dev lint  ## about 90 s: lint, types, units, six methods through the conformance suite
+	$(BIN)/python -m pytest -n 2 -x -m "not slow and not full"
+
+test: $(VENV)/.installed-dev lint  ## at most 4 minutes on 2 cores: all that must pass before a change lands
+	$(BIN)/python -m pytest -n 2
+
+test-slow: $(VENV)/.installed-dev  ## all methods times all settings, long kills, real data where FEDPRISM_DATA points to it
+	$(BIN)/python -m pytest -n 2 -m slow
+
+coverage: $(VENV)/.installed-dev  ## the tests of `make test`, with the lines that they miss
 	$(BIN)/python -m pytest -n 2 --cov --cov-report=term
-
-test-fast: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 -x
-
-test-slow: $(VENV)/.installed-dev  ## minutes, and real data where FEDPRISM_DATA points to it
-	$(BIN)/python -m pytest -m slow
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

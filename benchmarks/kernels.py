@@ -1,9 +1,9 @@
-"""Kernels a training step of each method launches on a GPU, captured and compiled: the table of docs/engines.md.
+"""Kernels per training step of each method on a GPU, captured and compiled: the table of docs/engines-inside.md.
 
     python benchmarks/kernels.py [METHOD ...] [--workload cnn4-n20-b10]
 
-One client trains a round in one slot, and the kernels, copies and fills of its longest recording are counted. Nothing
-is timed, so methods may be counted by several processes at once. Needs an NVIDIA GPU.
+One client trains a round in one slot, and the kernels, copies and fills of its longest capture are counted. Nothing is
+timed, so methods may be counted by several processes at once. Needs an NVIDIA GPU.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from fedprism.bench.workloads import WORKLOADS, configure, make_clients
 from fedprism.federation import Federation
 from fedprism.methods import METHODS
 
-BATCHES = 48  # of each client: enough for recordings of eight steps
+BATCHES = 48  # of each client: enough for captures of eight steps
 
 
 def facts(workload: str, method: str, compiled: bool, federation: Federation, device: torch.device) -> dict[str, Any]:
-    """What the engine tells of itself after a round."""
+    """How the engine ran, after a round."""
     run = {"engine": "cuda-graphs", "slots": 1, "compile": compiled}
     contender = Engined(configure(WORKLOADS[workload], method, device, run), federation, device)
     try:
@@ -34,10 +34,10 @@ def facts(workload: str, method: str, compiled: bool, federation: Federation, de
         contender.close()
 
 
-def cell(told: dict[str, Any]) -> str:
-    """Kernels of each pass, and why something is not recorded or compiled."""
-    counts = [f"{name} {count:.1f}" for name, count in told["kernels_per_step"].items()]
-    return "; ".join(counts + [f"{name}: {why}" for name, why in told["captured"].items() if why is not True])
+def cell(found: dict[str, Any]) -> str:
+    """Kernels of each pass, and why something is not captured or compiled."""
+    counts = [f"{name} {count:.1f}" for name, count in found["kernels_per_step"].items()]
+    return "; ".join(counts + [f"{name}: {why}" for name, why in found["captured"].items() if why is not True])
 
 
 def main() -> None:

@@ -30,10 +30,10 @@ def measure(way: str, data: str, clients: int) -> None:
 
     partition = {"name": "dirichlet", "alpha": 0.1, "form": "capped", "least": "fedcp"}
     torch.set_num_threads(1)
-    for images in fp.federation("digits-skew", clients=1).clients["plain"].train.parts(256):
+    for images in fp.make_federation("digits-skew", clients=1).clients["plain"].train.parts(256):
         images.sum()
     before, begun = peak(), time.perf_counter()
-    made = fp.federation(data, clients=clients, partition=partition, split={"validation": 0.0, "test": 0.25})
+    made = fp.make_federation(data, clients=clients, partition=partition, split={"validation": 0.0, "test": 0.25})
     parts = [client.split(part) for client in made.clients.values() for part in ("train", "test")]
     if way == "copies":
         parts = [type(part)(part.x, part.y) for part in parts]

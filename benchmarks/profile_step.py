@@ -2,7 +2,7 @@
 
     python benchmarks/profile_step.py WORKLOAD METHOD [--compile] [--rounds 5] [--out FILE.md]
 
-Four views: the parts of a whole round; the recordings alone, replayed by more and more slots without any work between
+Four views: the parts of a whole round; the captures alone, replayed by more and more slots without any work between
 them, which is the most that training can reach; what the host does in a round; and the kernels of a step, one slot
 alone. Needs an NVIDIA GPU.
 """
@@ -15,6 +15,7 @@ import pstats
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -23,10 +24,12 @@ from torch.profiler import ProfilerActivity, profile
 from fedprism.bench.machine import machine, moment
 from fedprism.bench.race import Engined
 from fedprism.bench.workloads import WORKLOADS, configure, make_clients
-from fedprism.engines.cuda_graphs import CudaGraphs, Play
+from fedprism.engines.cuda.engine import CudaGraphs, Slot
+
+Replay = tuple[Slot, int, Callable[[], None]]  # a slot, the steps of its longest capture, and what replays it
 
 SLOTS = (1, 2, 4, 8, 12, 16, 20, 24)
-TURNS, KERNELS, CALLS = 12, 40, 20  # replays of each recording, and rows of the tables of kernels and of the host
+TURNS, KERNELS, CALLS = 12, 40, 20  # replays of each capture, and rows of the tables of kernels and of the host
 
 
 def rounds(contender: Engined, images: int, count: int) -> list[str]:
@@ -43,21 +46,21 @@ def rounds(contender: Engined, images: int, count: int) -> list[str]:
     ]
 
 
-def alone(plays: list[Play], batch: int) -> list[str]:
-    """Recordings in turn, by more and more slots."""
+def alone(replays: list[Replay], batch: int) -> list[str]:
+    """Captures in turn, by more and more slots."""
     lines = ["| slots | images/s | launching, of the time |", "|---:|---:|---:|"]
-    for count in sorted({len(plays), *(n for n in SLOTS if n <= len(plays))}):
+    for count in sorted({len(replays), *(n for n in SLOTS if n <= len(replays))}):
         for _ in range(2):  # the first to warm up
             torch.cuda.synchronize()
             begun = time.perf_counter()
             for _ in range(TURNS):
-                for slot, (_, play) in plays[:count]:
+                for slot, _, replay in replays[:count]:
                     with torch.cuda.stream(slot.stream):
-                        play()
+                        replay()
             launched = time.perf_counter() - begun
             torch.cuda.synchronize()
             taken = time.perf_counter() - begun
-        images = TURNS * batch * sum(steps for _, (steps, _) in plays[:count])
+        images = TURNS * batch * sum(steps for _, steps, _ in replays[:count])
         lines.append(f"| {count} | {images / taken:,.0f} | {launched / taken:.0%} |")
     return lines
 
@@ -75,9 +78,8 @@ def host(contender: Engined, turn: int) -> list[str]:
     return lines
 
 
-def kernels(play: Play) -> list[str]:
+def kernels(slot: Slot, steps: int, replay: Callable[[], None]) -> list[str]:
     """The kernels of a step, longest first."""
-    slot, (steps, replay) = play
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         with torch.cuda.stream(slot.stream):
@@ -86,8 +88,8 @@ def kernels(play: Play) -> list[str]:
     rows = [(row.self_device_time_total, row.count, row.key) for row in seen.key_averages()]
     rows = sorted((row for row in rows if not row[2].startswith(("cuda", "Activity"))), reverse=True)
     total, count = (sum(row[i] for row in rows) / steps for i in (0, 1))
-    lines = [f"{count:.1f} kernels a step, {total:.0f} us of them one after the other.", ""]
-    lines += ["| us a step | kernels | name |", "|---:|---:|---|"]
+    lines = [f"{count:.1f} kernels per step, {total:.0f} us of them one after the other.", ""]
+    lines += ["| us per step | kernels | name |", "|---:|---:|---|"]
     for time_, number, name in rows[:KERNELS]:
         lines.append(f"| {time_ / steps:.2f} | {number / steps:.2f} | `{name[:110].replace('|', '/')}` |")
     return lines
@@ -103,11 +105,11 @@ def page(workload: str, method: str, compiled: bool, count: int) -> str:
     assert isinstance(engine, CudaGraphs)
     try:
         parts = rounds(contender, images, count)
-        plays = engine.longest()
-        slots = f"{len(engine.slots)} slots, recordings of {plays[0][1][0]} steps."
-        replays = alone(plays, WORKLOADS[workload].batch)
+        replays = engine.longest()
+        slots = f"{len(engine.slots)} slots, captures of {replays[0][1]} steps."
+        speeds = alone(replays, WORKLOADS[workload].batch)
         calls = host(contender, contender.cold + count)
-        step = kernels(plays[0])
+        step = kernels(*replays[0])
     finally:
         contender.close()
     here, when = machine(device), moment()
@@ -117,7 +119,7 @@ def page(workload: str, method: str, compiled: bool, count: int) -> str:
     title = f"# {workload}, {method}, {'compiled' if compiled else 'captured'}"
     views = {
         "Rounds": [*parts, "", slots],
-        "Recordings alone": replays,
+        "Captures alone": speeds,
         "The host in a round": calls,
         "Kernels of a step": step,
     }

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from fedprism.bench.machine import machine, moment
 from fedprism.bench.workloads import WORKLOADS, configure, make_clients
-from fedprism.engines.passes import inputs
 from fedprism.models import architectures
+from fedprism.round.training import model_inputs
 
 CPU = torch.device("cpu")
 LOST = 2**13  # of the 23 bits of a fraction ten are left
@@ -51,9 +51,9 @@ def main() -> None:
     name = parser.parse_args().workload
     workload = WORKLOADS[name]
     config, federation = configure(workload, "fedbn", CPU, {"engine": "inprocess"}), make_clients(workload, None)
-    client = federation.names[0]
-    arch = architectures(config.model, federation.names, federation.classes, federation.shape)[client]
-    data = federation.clients[client].train
+    client_id = federation.names[0]
+    arch = architectures(config.model, federation.names, federation.classes, federation.shape)[client_id]
+    data = federation.clients[client_id].train
     batches = [rows for rows in torch.arange(len(data)).split(workload.batch) if len(rows) == workload.batch]
 
     def trained(mode: Any) -> dict[str, Tensor]:
@@ -61,7 +61,7 @@ def main() -> None:
         optimizer = torch.optim.SGD(model.parameters(), config.train.optimizer.lr)
         for rows in batches:
             with mode:
-                scores = model(inputs(data.batch(rows), config))
+                scores = model(model_inputs(data.batch(rows), config))
             optimizer.zero_grad()
             cross_entropy(scores, data.y[rows]).backward()
             optimizer.step()
@@ -71,7 +71,7 @@ def main() -> None:
     first = arch.model(0).state_dict()
     apart = {leaf: float((nearest[leaf] - above[leaf]).abs().max()) for leaf in plain}
     where = f"{machine(CPU)['device']}, torch {torch.__version__}, {moment()['date']}"
-    print(f"{name}, {client}, {len(batches)} steps; {where}")
+    print(f"{name}, {client_id}, {len(batches)} steps; {where}")
     print("leaf: two roundings apart | fp32 and TF32 apart | moved in the epoch")
     for leaf in sorted(apart, key=lambda leaf: -apart[leaf])[:ROWS]:
         others = ((plain[leaf] - nearest[leaf]).abs().max(), (plain[leaf] - first[leaf]).abs().max())

@@ -31,16 +31,16 @@ LOOK = 0.05  # seconds
 def run(clients: int, arguments: argparse.Namespace, out: Path) -> None:
     """In a process of its own: run the example and print what happened when."""
     from fedprism import api, config
-    from fedprism.engines.events import Callback, Plan, RoundRecord, Snapshot
+    from fedprism.round.events import Callback, Plan, RoundRecord, Snapshot
 
     class Times(Callback):
         def begin(self, plan: Plan) -> None:
-            self.tell(what="begin", engine=plan.engine, clients=len(plan.clients))
+            self.write(what="begin", engine=plan.engine, clients=len(plan.clients))
 
         def round(self, record: RoundRecord, snapshot: Snapshot) -> None:  # after the records, checkpoint included
-            self.tell(what="round", participants=len(record.cohort), seconds=dict(record.seconds))
+            self.write(what="round", participants=len(record.cohort), seconds=dict(record.seconds))
 
-        def tell(self, **values: Any) -> None:
+        def write(self, **values: Any) -> None:
             print(json.dumps({"at": time.time(), **values}), flush=True)
 
     overrides = [

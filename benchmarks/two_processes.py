@@ -1,4 +1,4 @@
-"""How much of two cores the engine `processes` uses: client-samples a second of training alone (`cnn4`, 20 clients,
+"""How much of two cores the engine `processes` uses: client-samples per second of training alone (`cnn4`, 20 clients,
 batch 10, FedAvg), beside what two independent one-thread processes reach together in the same minute.
 
     python benchmarks/two_processes.py [--pairs 7] [--samples 100] [--memory-format contiguous]
@@ -27,9 +27,9 @@ import torch
 import fedprism as fp
 from fedprism.config import Config, structure
 from fedprism.engines.choose import make_engine
-from fedprism.engines.client import make_info
-from fedprism.engines.loop import Loop, make_loop
 from fedprism.engines.numerics import numerics
+from fedprism.round.client import make_info
+from fedprism.round.loop import Loop, make_loop
 
 CLIENTS, BATCH, CLASSES = 20, 10, 100
 CPU = torch.device("cpu")
@@ -38,26 +38,25 @@ CPU = torch.device("cpu")
 def loop_with(engine: str, workers: int, options: argparse.Namespace) -> Loop:
     """A round loop at its first state."""
     named = f"synthetic?clients={CLIENTS},samples={2 * options.samples},classes={CLASSES}"
-    federation = fp.federation(named, seed=0, image_size=32, samples=options.samples)
+    federation = fp.make_federation(named, seed=0, image_size=32, samples=options.samples)
     raw = {
         "model": "cnn4",
-        "train": {"batch": BATCH, "optimizer": {"lr": 0.005, "momentum": 0.0}},
+        "train": {"batch_size": BATCH, "optimizer": {"lr": 0.005, "momentum": 0.0}},
         "evaluate": {"moments": []},
         "run": {"engine": engine, "device": "cpu", "workers": workers, "memory_format": options.memory_format},
     }
     config = replace(structure(raw, Config), data=federation.data)
     info = make_info(config, federation.names, federation.classes, federation.shape)
     made = make_engine(fp.FedAvg(), config, info, federation, CPU)
-    return make_loop(fp.FedAvg(), config, info, federation, made, CPU)
+    return make_loop(fp.FedAvg(), config, info, federation, made)
 
 
 def seconds_of(loop: Loop, round: int) -> float:
     """One round's training of all clients."""
-    now = loop.now(round)
-    requests = {client: loop._request(client, now) for client in loop.info.clients}
+    requests = loop.requests(loop.info.clients, loop.context(round))
     start = time.perf_counter()
     with numerics(loop.config.run, CPU):
-        loop.engine.train(round, requests)
+        list(loop.engine.train(round, requests))
     return time.perf_counter() - start
 
 
@@ -86,7 +85,7 @@ def together(processes: list[subprocess.Popen[str]]) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="The engine `processes` beside two independent processes.")
     parser.add_argument("--pairs", type=int, default=7, help="measured turns, after one to warm up")
-    parser.add_argument("--samples", type=int, default=100, help="training images a client")
+    parser.add_argument("--samples", type=int, default=100, help="training images per client")
     parser.add_argument("--memory-format", default="contiguous", choices=("contiguous", "channels_last"))
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -21,29 +21,29 @@ from fedprism.config import DataConfig, structure
 from fedprism.data import Dataset, load
 from fedprism.data.base import Level
 from fedprism.federation import PARTITIONS, ClientData, Federation, Split, contact_sheet
+from fedprism.inspection.bubbles import bubbles
 from fedprism.records import read_run
-from fedprism.report.bubbles import bubbles
-from fedprism.report.figures import Panel, figure, inside_figure, panels
+from fedprism.report.figures import Panel, diagnostics_figure, overview_figure, panels
 
 ASSETS = Path(__file__).parent / "assets"
 
 
 def digits_skew() -> None:
     """A row of images for each of the five styles, as the clients get them."""
-    federation = fp.federation("digits-skew", clients=5, seed=0, image_size=32)
+    federation = fp.make_federation("digits-skew", clients=5, seed=0, image_size=32)
     contact_sheet(federation, per_client=10).save(ASSETS / "digits-skew.png", optimize=True)
 
 
 def synth_digits() -> None:
     """Some digits of the generator, in four rows."""
-    federation = fp.federation("synth-digits-like?train=400,test=40", partition={"name": "iid", "clients": 4})
+    federation = fp.make_federation("synth-digits-like?train=400,test=40", partition={"name": "iid", "clients": 4})
     contact_sheet(federation, per_client=10).save(ASSETS / "synth-digits-like.png", optimize=True)
 
 
 def demo(runs: Path = Path("demo/runs")) -> None:
     """Curves and gains of the runs that `fedprism demo` has left."""
     methods = ("local", "fedavg", "fedprox", "fedbn", "fedrep", "ditto")
-    figure([read_run(runs / f"{method}-0") for method in methods], ASSETS / "demo.png")
+    overview_figure([read_run(runs / f"{method}-0") for method in methods], ASSETS / "demo.png")
 
 
 def fedsce(runs: Path) -> None:
@@ -61,7 +61,7 @@ def fedsce(runs: Path) -> None:
     for way, found in ways.items():
         shown.append(replace(found["subspace/used"], title=f"{way}: share inside the subspace that held it"))
         shown.append(replace(found["subspace/next"], title=f"{way}: share inside the next subspace"))
-    inside_figure(shown, ASSETS / "fedsce-rounds.svg")
+    diagnostics_figure(shown, ASSETS / "fedsce-rounds.svg")
 
 
 # --- partitions ------------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def partitions() -> None:
     for name, dealt in pictures.items():
         _smaller(bubbles(_federation(dealt), folder / f"partition-{name}.png", dealt.words))
     noisy = {"name": "noise", "clients": 5, "sigma": 80}
-    sheet = contact_sheet(fp.federation("digits-skew", domains=("plain",), partition=noisy, image_size=32))
+    sheet = contact_sheet(fp.make_federation("digits-skew", domains=("plain",), partition=noisy, image_size=32))
     sheet.save(folder / "partition-noise-images.png", optimize=True)
     _smaller(folder / "partition-noise-images.png")
 

@@ -9,7 +9,7 @@ Run it by itself, or through the command line:
 from dataclasses import dataclass
 
 import fedprism as fp
-from fedprism.methods.base import Me, Method, Now, leaves, load, setting
+from fedprism.methods.base import Client, Context, Method, leaves, load, setting
 
 
 @dataclass(frozen=True)
@@ -21,15 +21,16 @@ class HeadMix(Method):
 
     keep: float = setting(0.5, "share of the own head", lambda v: 0 <= v <= 1, "0 to 1")
 
-    def receive(self, me: Me, now: Now) -> None:
-        own = me.model.state_dict()
+    def receive(self, client: Client, ctx: Context) -> None:
+        own = client.model.state_dict()
         mixed = {
-            name: self.keep * own[name] + (1 - self.keep) * now.down[name] for name in leaves.part(me.model, "head")
+            name: self.keep * own[name] + (1 - self.keep) * ctx.download[name]
+            for name in leaves.part(client.model, "head")
         }
-        load(me.model, {**now.down, **mixed})
+        load(client.model, {**ctx.download, **mixed})
 
 
 if __name__ == "__main__":
-    federation = fp.federation("digits-skew", clients=5, seed=0)
+    federation = fp.make_federation("digits-skew", clients=5, seed=0)
     for method in (fp.FedBN(), HeadMix(keep=0.8)):
         print(fp.train(federation, method=method, rounds=10, out=False).table())

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all: temporary file in the same folder, fsync, rename, fsync of the folder."""
+"""Atomic file writes: temporary file in the same folder, fsync, rename, fsync of the folder."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _SUFFIX = ".partial"
 
 
 def write(path: Path, data: bytes, sync: bool = True, lasting: bool = True) -> None:
-    """Replace `path` by `data` in one step. `sync=False`: the caller syncs the folder, once for many files.
+    """Replace the content of `path` by `data` atomically.
 
-    `lasting=False`: the content need not last through a power cut yet; `link` sees to that later.
+    With `sync=False` the caller syncs the folder, once for many files. With `lasting=False` the content may be lost in
+    a power cut until `link` syncs it.
     """
     temporary = path.with_name(f".{path.name}{_SUFFIX}")
     try:
@@ -38,9 +39,9 @@ def write(path: Path, data: bytes, sync: bool = True, lasting: bool = True) -> N
 
 
 def link(source: Path, path: Path) -> None:
-    """Replace `path` by another name of `source`'s content in one step; the caller syncs the folder.
+    """Replace `path` by a hard link to `source` atomically; the caller syncs the folder.
 
-    It is a copy where the file system has no such names, or where it is another one.
+    `path` is a copy where the file system has no hard links, or where it differs from `source`'s.
     """
     temporary = path.with_name(f".{path.name}{_SUFFIX}")
     try:
@@ -52,24 +53,24 @@ def link(source: Path, path: Path) -> None:
         fsync(temporary)
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)  # also where both were names of one file: then `replace` does nothing
+        temporary.unlink(missing_ok=True)  # `replace` leaves it there if both already link to the same file
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace `path` by readable JSON."""
+    """Replace the content of `path` by indented JSON."""
     write(path, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """`os.write` until everything is written: on a disk that is almost full it writes a part before it fails."""
+    """Call `os.write` until all data is written: on a nearly full disk it writes a part before it fails."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(descriptor, rest) :]
 
 
 def fsync(path: Path) -> None:
-    """Make a file, or the renames and deletions in a folder, last through a power cut."""
-    if path.is_dir() and os.name == "nt":  # folders cannot be opened there, and a rename needs no such help
+    """Flush a file, or the renames and deletions in a folder, to the disk."""
+    if path.is_dir() and os.name == "nt":  # Windows cannot open folders, and its renames need no fsync
         return
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
@@ -79,19 +80,19 @@ def fsync(path: Path) -> None:
 
 
 def is_partial(path: Path) -> bool:
-    """Is this a temporary file that a killed process left behind?"""
+    """Whether this is a temporary file of an interrupted write."""
     return path.name.startswith(".") and path.name.endswith(_SUFFIX)
 
 
 def sweep(folder: Path) -> None:
-    """Remove what killed writers left behind; only for the holder of the lock."""
+    """Remove temporary files of interrupted writes; call it only while holding the lock."""
     for path in folder.glob(f".*{_SUFFIX}"):
         path.unlink(missing_ok=True)
 
 
 @contextmanager
 def reporting(what: str, rescue: str) -> Iterator[None]:
-    """Turn a full disk or any other refusal of the system into an error that says what is safe and what to do."""
+    """Turn an `OSError`, such as a full disk, into an error that says what is safe and what to do."""
     try:
         yield
     except OSError as error:

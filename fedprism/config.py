@@ -1,8 +1,8 @@
 """The configuration of a run: frozen dataclasses, read from YAML, the command line or Python.
 
-Each field carries its meaning as `doc`, which `fedprism run --print-config` writes as a comment. Things that are a
-name and settings of their own (a method, a model, a partition, a schedule) are `Named`: their settings are checked
-where the name is looked up. An unknown key is an error that names the nearest right one.
+Each field has a `doc` text, which `fedprism run --print-config` prints as a comment. A method, model, partition or
+schedule is a `Named`: a name with its own settings, which are checked where the name is looked up. An unknown key is
+an error that names the closest known key.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def setting(default: Any, doc: str, check: Callable[[Any], bool] | None = None, expected: str = "") -> Any:
-    """A dataclass field with its meaning and, where a type is not enough, what a value must satisfy."""
+    """A dataclass field with its meaning and, where the type is not enough, a check of its value."""
     metadata = {"doc": doc, "check": check, "expected": expected}
     if isinstance(default, (list, dict)) or dataclasses.is_dataclass(default):
         return field(default_factory=lambda: default, metadata=metadata)
@@ -43,11 +43,11 @@ def positive(value: Any) -> bool:
     return value is None or value > 0
 
 
-def _some(value: Any) -> bool:
+def _auto_or_positive(value: Any) -> bool:
     return bool(value == "auto" or value > 0)
 
 
-def _side(value: Any) -> bool:
+def _image_size(value: Any) -> bool:
     return bool(value == "auto" or 1 <= value <= 4096)
 
 
@@ -70,128 +70,133 @@ class Named:
 class SplitConfig:
     rule: Literal["shares", "smallest"] = setting(
         "shares",
-        "shares: of each client's own images; smallest: as FedBN on Office and DomainNet, shares of as many as the "
-        "smallest client has, for everybody",
+        "shares: fractions of each client's own images; smallest: fractions of the smallest client's image count, for "
+        "every client (FedBN on Office and DomainNet)",
     )
     train: float | None = setting(
-        None, "with rule smallest: its share; null: all that is left", lambda v: v is None or 0 < v <= 1, "above 0 to 1"
+        None,
+        "training share with rule smallest; null: all remaining images",
+        lambda v: v is None or 0 < v <= 1,
+        "above 0 to 1",
     )
-    validation: float = setting(0.1, "share of a client's images kept for choosing the best round", share, "0 to 1")
-    test: float | None = setting(
-        None, "share kept for the test; null: the dataset's own test part or share", share, "0 to 1"
-    )
+    validation: float = setting(0.1, "share of each client's images used to select the best round", share, "0 to 1")
+    test: float | None = setting(None, "test share; null: the dataset's own test split or share", share, "0 to 1")
 
 
 @dataclass(frozen=True)
 class Normal:
-    """A mean and a standard deviation a channel, of pixels from 0 to 1."""
+    """A mean and a standard deviation per channel, for pixels from 0 to 1."""
 
-    mean: tuple[float, ...] = required("a number a channel")
-    std: tuple[float, ...] = required("a number a channel", lambda v: all(s > 0 for s in v), "numbers above 0")
+    mean: tuple[float, ...] = required("one number per channel")
+    std: tuple[float, ...] = required("one number per channel", lambda v: all(s > 0 for s in v), "numbers above 0")
 
     def __post_init__(self) -> None:
         if not self.mean or len(self.mean) != len(self.std):
-            raise ConfigError(f"mean has {len(self.mean)} numbers and std {len(self.std)}; expected one each a channel")
+            raise ConfigError(
+                f"mean has {len(self.mean)} numbers and std {len(self.std)}; expected one of each per channel"
+            )
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    name: str = setting("digits-skew", "`fedprism data list`, or folder:PATH")
+    name: str = setting("digits-skew", "a name in `fedprism data list`, or folder:PATH")
     root: str | None = setting(
         None,
-        "where published datasets lie (null: $FEDPRISM_DATA, or the cache) and paths of folder: start (null: here)",
+        "directory of published datasets (null: $FEDPRISM_DATA, or the cache) and base of folder: paths (null: the "
+        "working directory)",
     )
-    domains: tuple[str, ...] | None = setting(None, "which of the dataset's domains, in this order; null: all")
-    partition: Named = setting(Named("domain"), "how images are dealt; `fedprism list partitions`")
+    domains: tuple[str, ...] | None = setting(None, "domains to use, in this order; null: all")
+    partition: Named = setting(Named("domain"), "how images are divided among clients; `fedprism list partitions`")
     split: SplitConfig = setting(SplitConfig(), "train / validation / test, fixed by the seed")
-    samples: int | None = setting(None, "a fixed number of training images a client; null: all", positive, "1 or more")
+    samples: int | None = setting(None, "number of training images per client; null: all", positive, "1 or more")
     fraction: float = setting(
-        1.0, "share of its training images that a client keeps", lambda v: 0 < v <= 1, "above 0 to 1"
+        1.0, "fraction of each client's training images to use", lambda v: 0 < v <= 1, "above 0 to 1"
     )
-    public: int = setting(0, "images set aside for everyone before dealing", lambda v: v >= 0, "0 or more")
+    public: int = setting(0, "images set aside as public data before partitioning", lambda v: v >= 0, "0 or more")
     image_size: int | Literal["auto"] = setting(
-        "auto", "pixels a side; auto: as published, 16 for digits-skew and folder:", _side, "auto, or 1 to 4096"
+        "auto", "pixels per side; auto: as published, 16 for digits-skew and folder:", _image_size, "auto, or 1 to 4096"
     )
     normalize: Literal["half", "none", "imagenet", "cifar10", "cifar100"] | Normal = setting(
         "half",
         "half: to [-1, 1]; none: to [0, 1]; a dataset's mean and deviation by name, or {mean: [...], std: [...]}",
     )
     augment: Literal["none"] | tuple[Named, ...] = setting(
-        "none", "changes to training images, drawn anew each time: [flip, {name: rotate, degrees: 30}, crop]"
+        "none",
+        "random changes to training images, drawn anew for each batch: [flip, {name: rotate, degrees: 30}, crop]",
     )
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    name: str = setting("lenet-bn", "`fedprism list models`")
-    head_layers: int | Literal["all"] = setting(1, "how many of the fully connected layers are the head: 1, 2 or all")
+    name: str = setting("lenet-bn", "a name in `fedprism list models`")
+    head_layers: int | Literal["all"] = setting(1, "number of fully connected layers in the head: 1, 2 or all")
     features: int | Literal["auto", "own"] = setting(
         "auto",
-        "features from body to head; auto: the model's own, or the fewest of all clients' where they differ; own: the "
-        "model's own",
+        "width of the features from body to head; auto: the model's own, or the smallest of all clients where they "
+        "differ; own: the model's own",
         lambda v: v in ("auto", "own") or v > 0,
         "auto, own, or 1 or more",
     )
     adapter: Literal["pool", "linear"] = setting(
-        "pool", "what brings features to that number; pool: means of neighbours; linear: a fully connected layer"
+        "pool", "how features get that width; pool: means of neighbours; linear: a fully connected layer"
     )
     per_client: Any = setting(
         None,
-        "instead of one name: a list (client m gets the m mod len-th), a map by client name, or folder (each client's "
-        "folder names its own)",
+        "instead of name: a list (client m gets entry m mod its length), a mapping by client name, or folder (each "
+        "client's folder names its model)",
     )
-    settings: Mapping[str, Any] = setting({}, "what else the named model takes, such as width")
+    settings: Mapping[str, Any] = setting({}, "other settings of the named model, such as width")
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     name: Literal["sgd", "adam"] = setting("sgd", "sgd or adam; its state starts at zero in every pass")
     lr: float = setting(0.05, "learning rate", positive, "above 0")
-    momentum: float = setting(0.5, "of SGD", lambda v: 0 <= v < 1, "0 to below 1")
+    momentum: float = setting(0.5, "SGD momentum", lambda v: 0 <= v < 1, "0 to below 1")
     weight_decay: float = setting(0.0, "L2 penalty", lambda v: v >= 0, "0 or more")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     rounds: int = setting(30, "communication rounds", positive, "1 or more")
-    epochs: int = setting(1, "local epochs a round", positive, "1 or more")
-    batch: int = setting(32, "images a step", positive, "1 or more")
+    epochs: int = setting(1, "local epochs per round", positive, "1 or more")
+    batch_size: int = setting(32, "images per step", positive, "1 or more")
     last_batch: Literal["keep", "drop"] = setting(
-        "keep", "the last, smaller batch (a client's only batch is always kept)"
+        "keep", "what to do with a smaller last batch (a client's only batch is always kept)"
     )
-    optimizer: OptimizerConfig = setting(OptimizerConfig(), "of the clients")
+    optimizer: OptimizerConfig = setting(OptimizerConfig(), "the clients' optimizer")
     schedule: Named = setting(
         Named("none"), "none, cosine, {name: step, every: 10, gamma: 0.5}, {name: exponential, gamma: 0.99}"
     )
-    clip: float | None = setting(None, "largest norm of a step's gradient; null: no limit", positive, "above 0")
+    clip: float | None = setting(None, "maximum gradient norm per step; null: no limit", positive, "above 0")
     bn: Literal["method", "shared", "local", "local-stats", "local-affine"] = setting(
         "method",
-        "batch norm: shared, local, local-stats (affine shared, statistics local), local-affine (the reverse), or what "
-        "the method's paper says",
+        "batch norm: shared, local, local-stats (affine shared, statistics local), local-affine (the reverse), or "
+        "method (as in its paper)",
     )
 
 
 @dataclass(frozen=True)
 class ServerConfig:
     optimizer: Literal["none", "momentum", "adam", "yogi"] = setting(
-        "none", "what makes the server's step: none, momentum (FedAvgM), adam (FedAdam) or yogi (FedYogi)"
+        "none", "server optimizer: none, momentum (FedAvgM), adam (FedAdam) or yogi (FedYogi)"
     )
     lr: float = setting(
         1.0,
-        "step of the server: with none 1.0 takes the average; adam and yogi need a small one, such as 0.01",
+        "server learning rate: 1.0 with none takes the average; adam and yogi need a small one, such as 0.01",
         lambda v: 0 < v < math.inf,
         "above 0",
     )
-    momentum: float = setting(0.9, "with momentum: what stays of the last step", lambda v: 0 <= v < 1, "0 to below 1")
+    momentum: float = setting(0.9, "with momentum: decay of the previous step", lambda v: 0 <= v < 1, "0 to below 1")
     betas: tuple[float, float] = setting(
         (0.9, 0.99),
-        "with adam and yogi: what stays of the mean step and of the mean square",
+        "with adam and yogi: decay of the mean step and of the mean square",
         lambda v: all(0 <= beta < 1 for beta in v),
         "two numbers of 0 to below 1",
     )
     tau: float = setting(
         1e-3,
-        "with adam and yogi: added to the root of the mean square; the smaller, the more weights move alike",
+        "with adam and yogi: added to the root of the mean square; a smaller value evens out the steps of the weights",
         lambda v: 0 < v < math.inf,
         "above 0",
     )
@@ -199,8 +204,8 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if self.optimizer in ("adam", "yogi") and self.lr >= 1 and self.tau < 0.01:
             raise ConfigError(
-                f"server.lr is {self.lr}, but {self.optimizer} moves a weight by up to about server.lr a round where "
-                f"the average moves by more than server.tau ({self.tau}); set server.lr to something below 1, such as "
+                f"server.lr is {self.lr}, but {self.optimizer} moves a weight by up to about server.lr per round where "
+                f"the average moves by more than server.tau ({self.tau}); set server.lr to a value below 1, such as "
                 "0.01, or server.tau to 0.01 or more"
             )
 
@@ -209,16 +214,16 @@ class ServerConfig:
 class ClientsConfig:
     participation: float | tuple[float, float] = setting(
         1.0,
-        "share of clients a round, or [lo, hi] from which each round draws its share; never fewer than one client",
+        "share of clients per round, or [lo, hi] from which each round draws its share; at least one client",
         lambda v: 0 < v <= 1 if isinstance(v, float | int) else 0 <= v[0] <= v[1] <= 1 and v[1] > 0,
         "above 0 to 1, or [lo, hi] within 0 to 1",
     )
     dropout: float = setting(0.0, "probability that a sampled client fails after training", share, "0 to 1")
-    weighting: Literal["method", "samples", "uniform"] = setting("method", "of the clients in an average")
-    broadcast: Literal["method", "participants", "all"] = setting("method", "who is sent the new state")
+    weighting: Literal["method", "samples", "uniform"] = setting("method", "weights of the clients in an average")
+    broadcast: Literal["method", "participants", "all"] = setting("method", "who receives the new state")
     train: Literal["method", "participants", "all"] = setting("method", "who trains; only participants are averaged")
     state: Literal["memory", "disk"] = setting(
-        "memory", "where clients' states live between rounds; disk: a file a client, so that memory stays bounded"
+        "memory", "where clients' states live between rounds; disk: one file per client, so that memory stays bounded"
     )
 
 
@@ -229,56 +234,64 @@ SPLITS = ("train", "validation", "test")
 @dataclass(frozen=True)
 class EvaluateConfig:
     every: int = setting(
-        1, "rounds between evaluations; the first state and the last round are always evaluated", positive, "1 or more"
+        1,
+        "rounds between evaluations; the initial state and the last round are always evaluated",
+        positive,
+        "1 or more",
     )
     moments: tuple[Literal["received", "trained", "adapted", "global"], ...] = setting(
         ("received", "trained"), "received, trained, adapted, global: see docs/protocols.md"
     )
     splits: tuple[Literal["train", "validation", "test"], ...] = setting(
-        ("validation", "test"), "parts of each client's data"
+        ("validation", "test"), "splits of each client's data to evaluate"
     )
-    clients: Literal["all", "participants"] = setting("all", "whom to evaluate")
-    train_loss: bool = setting(False, "evaluate the training part too")
+    clients: Literal["all", "participants"] = setting("all", "clients to evaluate")
+    train_loss: bool = setting(False, "also evaluate the training split")
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    engine: str = setting("auto", "`fedprism list engines`")
-    device: str = setting("auto", "cpu, cuda, cuda:1; auto: cuda where there is one")
+    engine: str = setting("auto", "auto, or a name in `fedprism list engines`")
+    device: str = setting("auto", "cpu, cuda, cuda:1; auto: cuda if available")
     threads: int = setting(
-        1, "intra-op threads of a client; the bits depend on it", lambda v: 1 <= v <= 1024, "1 to 1024"
+        1, "intra-op threads per client; affects the last bits of results", lambda v: 1 <= v <= 1024, "1 to 1024"
     )
-    memory_format: Literal["contiguous", "channels_last"] = setting("contiguous", "of images; the bits depend on it")
-    deterministic: bool = setting(True, "the same seed gives the same bits, on a GPU too")
+    memory_format: Literal["contiguous", "channels_last"] = setting(
+        "contiguous", "memory format of images; affects the last bits of results"
+    )
+    deterministic: bool = setting(True, "the same seed gives bitwise equal results, on a GPU too")
     precision: Literal["auto", "fp32", "tf32", "bf16"] = setting(
         "auto", "auto: tf32 on a GPU that has it, fp32 elsewhere; bf16: layers compute in bfloat16, weights stay fp32"
     )
     compile: Literal[False, True, "auto"] = setting(
-        False, "compile the training step (cuda-graphs); auto: where it pays. Equal to rounding, not bit by bit"
+        False, "compile the training step (cuda-graphs); auto: where it is faster. Equal up to rounding, not bitwise"
     )
     slots: int | Literal["auto"] = setting(
         "auto",
-        "clients at once on a GPU; auto: found by a short probe. The bits do not depend on it",
-        _some,
+        "clients trained at once on a GPU; auto: found by a short probe. Does not affect results",
+        _auto_or_positive,
         "auto, or 1 or more",
     )
     workers: int | Literal["auto"] = setting(
-        "auto", "worker processes on a CPU; auto: one a core. The bits do not depend on it", _some, "auto, or 1 or more"
+        "auto",
+        "worker processes on a CPU; auto: one per core. Does not affect results",
+        _auto_or_positive,
+        "auto, or 1 or more",
     )
     checkpoint_every: int = setting(
         5, "rounds between checkpoints; a new best round is always kept", positive, "1 or more"
     )
     keep_rounds: tuple[int, ...] = setting((), "rounds whose checkpoints are never deleted")
-    out: str = setting("runs/{config}/{method}-{seed}", "where the run is written")
+    out: str = setting("runs/{config}/{method}-{seed}", "directory of the run")
 
 
 @dataclass(frozen=True)
 class Config:
-    seed: int = setting(0, "of the split, the first weights, and every draw")
+    seed: int = setting(0, "seed of the split, the initial weights and every random draw")
     data: DataConfig = setting(DataConfig(), "")
     model: ModelConfig = setting(ModelConfig(), "")
     method: Named = setting(
-        Named("fedavg"), "`fedprism list methods`, `fedprism explain METHOD`, or path/to/file.py:Class"
+        Named("fedavg"), "a name in `fedprism list methods` (`fedprism explain METHOD`), or path/to/file.py:Class"
     )
     train: TrainConfig = setting(TrainConfig(), "")
     server: ServerConfig = setting(ServerConfig(), "")
@@ -292,12 +305,12 @@ _SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 # --- from and to plain values ----------------------------------------------------------------------------------------
 
 
-def _strict(kind: type, accepts: tuple[type, ...], words: str) -> Callable[[Any, Any], Any]:
+def _strict(kind: type, accepts: tuple[type, ...], expected: str) -> Callable[[Any, Any], Any]:
     def hook(raw: Any, _: Any) -> Any:
         if kind is float and isinstance(raw, str) and _SCIENTIFIC.fullmatch(raw):
-            return float(raw)  # YAML reads 1e-3 as a text
+            return float(raw)  # YAML reads 1e-3 as a string
         if not isinstance(raw, accepts) or (isinstance(raw, bool) and kind is not bool):
-            raise ConfigError(f"{raw!r} is not {words}")
+            raise ConfigError(f"{raw!r} is not {expected}")
         return kind(raw)
 
     return hook
@@ -313,18 +326,18 @@ def _literal(raw: Any, kind: Any) -> Any:
 def _union(raw: Any, kind: Any) -> Any:
     if raw is None and type(None) in typing.get_args(kind):
         return None
-    wrong = []
+    failures = []
     for option in typing.get_args(kind):
         if isinstance(option, type) and dataclasses.is_dataclass(option):
             if isinstance(raw, Mapping):
-                return _converter.structure(raw, option)  # its own error names the mistaken key
-            wrong.append(f"{raw!r} is not a mapping of {', '.join(f.name for f in dataclasses.fields(option))}")
+                return _converter.structure(raw, option)  # its own error names the wrong key
+            failures.append(f"{raw!r} is not a mapping of {', '.join(f.name for f in dataclasses.fields(option))}")
         elif option is not type(None):
             try:
                 return _converter.structure(raw, option)
             except (BaseValidationError, ConfigError, TypeError, ValueError) as error:
-                wrong.append(str(error) if isinstance(error, ConfigError) else f"{raw!r} is not {option}")
-    raise ConfigError("; ".join(wrong))
+                failures.append(str(error) if isinstance(error, ConfigError) else f"{raw!r} is not {option}")
+    raise ConfigError("; ".join(failures))
 
 
 def _named(raw: Any, _: Any) -> Named:
@@ -338,7 +351,7 @@ def _named(raw: Any, _: Any) -> Named:
 
 
 def _model(raw: Any, _: Any) -> ModelConfig:
-    """`model` takes what its named model takes, beside its own keys."""
+    """`model` takes the settings of the named model beside its own keys."""
     if isinstance(raw, str):
         raw = {"name": raw}
     if not isinstance(raw, Mapping):
@@ -346,9 +359,7 @@ def _model(raw: Any, _: Any) -> ModelConfig:
     if not isinstance(raw.get("name", ""), str):
         raise ConfigError(f"{raw['name']!r} is not a model's name")
     if "name" in raw and raw.get("per_client") is not None:
-        raise ConfigError(
-            f"the model {raw['name']!r} stands beside per_client, which names each client's own; take one of them away"
-        )
+        raise ConfigError(f"model.name {raw['name']!r} and model.per_client are both set; remove one of them")
     own = {f.name for f in dataclasses.fields(ModelConfig)} - {"settings"}
     known = {k: v for k, v in raw.items() if k in own}
     kinds = typing.get_type_hints(ModelConfig)
@@ -395,11 +406,11 @@ _converter.register_unstructure_hook(tuple, list)
 
 
 def structure(raw: Any, kind: type[T], where: str = "") -> T:
-    """Plain dicts, lists and scalars as a `kind` of dataclass; an error names the path of the mistaken key or value."""
+    """Convert plain dicts, lists and scalars to a dataclass; an error names the path of the wrong key or value."""
     try:
         value = _converter.structure(raw if raw is not None else {}, kind)
     except BaseValidationError as error:
-        lines = transform_error(error, path=where or "$", format_exception=_words)
+        lines = transform_error(error, path=where or "$", format_exception=_describe)
         raise ConfigError(
             "\n".join(line.replace("$.", "").replace("$", "the configuration") for line in lines)
         ) from None
@@ -409,7 +420,7 @@ def structure(raw: Any, kind: type[T], where: str = "") -> T:
     return value
 
 
-def _words(error: BaseException, kind: type | None) -> str:
+def _describe(error: BaseException, kind: type | None) -> str:
     if isinstance(error, ForbiddenExtraKeysError):
         known = [f.name for f in dataclasses.fields(error.cl)]
         return " ".join(unknown("key", str(name), known) for name in sorted(error.extra_fields, key=str))
@@ -417,14 +428,14 @@ def _words(error: BaseException, kind: type | None) -> str:
         return str(error)
     if isinstance(error, KeyError):
         return f"the key {error} is missing"
-    words = (
+    expected = (
         f"a mapping of {kind.__name__} keys" if dataclasses.is_dataclass(kind) else str(getattr(kind, "__name__", kind))
     )
-    return f"expected {words} ({error})"
+    return f"expected {expected} ({error})"
 
 
 def _check(value: Any, where: str) -> None:
-    """What a type cannot say: ranges, as each field's metadata gives them."""
+    """Check the ranges in each field's metadata, which its type cannot express."""
     for f in dataclasses.fields(value):
         item, path = getattr(value, f.name), f"{where}.{f.name}" if where else f.name
         check = f.metadata.get("check")
@@ -455,7 +466,7 @@ def plain(value: Any) -> Any:
 
 
 def read(path: str | Path, overrides: Iterable[str] = ()) -> Config:
-    """A YAML file as a `Config`, with `key.path=value` overrides laid over it."""
+    """Read a YAML file as a `Config` and apply `key.path=value` overrides."""
     path = Path(path)
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -466,12 +477,12 @@ def read(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as YAML: {error}") from None
     if raw is not None and not isinstance(raw, dict):
-        raise ConfigError(f"{path} holds {type(raw).__name__}; expected keys such as `data:` and `method:`.")
+        raise ConfigError(f"{path} contains a {type(raw).__name__}; expected keys such as `data:` and `method:`.")
     return structure(override(raw or {}, overrides), Config)
 
 
 def override(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """`raw` with `train.rounds=50`-like settings laid over it; values are read as YAML.
+    """Return `raw` with overrides such as `train.rounds=50` applied; values are read as YAML.
 
     >>> override({"train": {"rounds": 30}}, ["train.rounds=50", "method.name=fedprox"])
     {'train': {'rounds': 50}, 'method': {'name': 'fedprox'}}
@@ -492,17 +503,17 @@ def override(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]
         for name in keys[:-1]:
             default = default.get(name, {}) if isinstance(default, Mapping) else {}
             inner = level.get(name, default)
-            if isinstance(inner, str):  # a name alone: its settings lie beside it, but a mean and a deviation have none
+            if isinstance(inner, str):  # a bare name: its settings go beside it, except for `normalize`
                 inner = {"name": inner} if name != "normalize" else {}
             if inner is not None and not isinstance(inner, Mapping):
                 raise ConfigError(f"--set {text!r}: {name} is {inner!r}, a single value without keys of its own.")
-            # Where the file is silent the default's name holds: `method.mu=1` alone is of the default method.
+            # A key that the file does not set keeps the default's name: `method.mu=1` alone sets the default method's.
             level[name] = (
                 dict(inner or {}) if name in level else {k: v for k, v in (inner or {}).items() if k == "name"}
             )
             level = level[name]
         level[keys[-1]] = parsed
-        if keys == ["model", "name"]:  # one model for all, or one a client: what is set last holds
+        if keys == ["model", "name"]:  # one model for all, or one per client: the last setting wins
             level.pop("per_client", None)
         elif keys[:2] == ["model", "per_client"] and parsed is not None:
             result["model"].pop("name", None)
@@ -510,7 +521,7 @@ def override(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]
 
 
 def _forget_settings(raw: dict[str, Any], overrides: Iterable[str]) -> None:
-    """Another method, model, partition or schedule than the file's does not inherit the settings beside its name."""
+    """Drop the settings of the file's method, model, partition or schedule where an override names another."""
     stays: dict[str, set[str]] = {
         "method": set(),
         "model": {f.name for f in dataclasses.fields(ModelConfig)},
@@ -524,27 +535,27 @@ def _forget_settings(raw: dict[str, Any], overrides: Iterable[str]) -> None:
         level: Any = raw
         for name in above:
             level = level.get(name) if isinstance(level, dict) else None
-        held = level.get(last) if isinstance(level, dict) else None
-        if kind not in stays or not isinstance(held, dict):
+        current = level.get(last) if isinstance(level, dict) else None
+        if kind not in stays or not isinstance(current, dict):
             continue
         try:
-            other = key == "name" and held.get("name") not in (None, yaml.safe_load(value))
-        except yaml.YAMLError:  # told where it is read
+            other = key == "name" and current.get("name") not in (None, yaml.safe_load(value))
+        except yaml.YAMLError:  # `override` reports it
             continue
         if other or (kind, key) == ("model", "per_client"):
-            level[last] = {k: v for k, v in held.items() if k in stays[kind]}
+            level[last] = {k: v for k, v in current.items() if k in stays[kind]}
 
 
-read_config = read  # the name that it has outside
+read_config = read  # its public name
 
 
 def dump(config: Config) -> str:
-    """The configuration as YAML without comments: what a run directory keeps."""
+    """The configuration as YAML without comments, as a run directory stores it."""
     return yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
 
 
 def commented(config: Config, method: Mapping[str, str] | None = None) -> str:
-    """The configuration as YAML, every key with its meaning as a comment; `method` has the meaning of its settings."""
+    """The configuration as YAML with each key's meaning as a comment; `method` documents the method's settings."""
     lines: list[str] = [
         "# A complete fedprism configuration: every key, its value and its meaning. Run it with `fedprism run FILE`."
     ]

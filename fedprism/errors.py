@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-NAMED = 5  # of a long list of mistakes, how many are named
+NAMED = 5  # names that `some` writes out
 
 
 class FedprismError(Exception):
-    """Something that was given cannot be used; the message says what, what was expected, and what to do."""
+    """An input cannot be used; the message says what was given, what was expected and what to do."""
 
 
 class ConfigError(FedprismError):
-    """A configuration has an unknown key or a value that cannot be."""
+    """A configuration has an unknown key or an invalid value."""
 
 
 class DataError(FedprismError):
-    """A dataset, a folder of images or a split cannot be used as it is."""
+    """A dataset, a folder of images or a split cannot be used."""
 
 
 class RecordError(FedprismError):
-    """A run directory is locked, damaged, of another version, or in the way."""
+    """A run directory is locked, damaged, of another version, or already exists."""
 
 
 def unknown(kind: str, given: str, known: Iterable[str]) -> str:
-    """'unknown method 'fedavgg': did you mean 'fedavg'? Known: …' — the same sentence everywhere."""
+    """The message for an unknown name: the name, the closest known one, and all that are known."""
     names = sorted(known)
     lower = {name.lower(): name for name in names}
     near = [lower[name] for name in get_close_matches(given.lower(), lower, n=1, cutoff=0.5)]
@@ -34,7 +34,7 @@ def unknown(kind: str, given: str, known: Iterable[str]) -> str:
 
 
 def some(names: Iterable[str], between: str = ", ") -> str:
-    """The first few of a long list, and how many more there are.
+    """Join the first few names of a list and say how many more there are.
 
     >>> some("abcdefg")
     'a, b, c, d, e, and 2 more'

@@ -1,7 +1,7 @@
-"""Keyed randomness: every draw comes from a generator that is seeded by what the draw is for.
+"""Keyed randomness: every random draw uses a generator that is seeded by the purpose of the draw.
 
-So a result depends neither on the order in which clients finish, nor on the engine, nor on a resume, and nothing needs
-to be stored to continue. The global generators are neither relied on nor left changed.
+A result therefore does not depend on the order in which clients finish, on the engine or on a resume, and checkpoints
+store no generator state. The state of the global generators is neither used nor changed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 
 def key(*purpose: int | str) -> int:
-    """A 63-bit number that is the same for the same purpose on every machine.
+    """A 63-bit seed that is the same for the same purpose on every machine.
 
     >>> key("batches", 0, "plain") == key("batches", 0, "plain")
     True
@@ -27,9 +27,9 @@ def key(*purpose: int | str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def generator(*purpose: int | str, device: str | torch.device = "cpu") -> torch.Generator:
-    """A torch generator for one purpose."""
-    return torch.Generator(device=device).manual_seed(key(*purpose))
+def generator(*purpose: int | str, like: torch.Tensor | None = None) -> torch.Generator:
+    """A torch generator for one purpose, on the device of `like` (default: the CPU)."""
+    return torch.Generator(device="cpu" if like is None else like.device).manual_seed(key(*purpose))
 
 
 def numpy_generator(*purpose: int | str) -> np.random.Generator:
@@ -39,7 +39,7 @@ def numpy_generator(*purpose: int | str) -> np.random.Generator:
 
 @contextmanager
 def keyed(*purpose: int | str) -> Iterator[None]:
-    """Seed torch's global CPU generator for code that takes no generator, and put it back afterwards."""
+    """Seed torch's global CPU generator for code that takes no generator, and restore its state afterwards."""
     before = torch.get_rng_state()
     torch.default_generator.manual_seed(key(*purpose))
     try:
@@ -50,7 +50,7 @@ def keyed(*purpose: int | str) -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """For what must be the same everywhere: the last bits of a sum depend on the number of threads."""
+    """Run on one thread, for bitwise equal results: the last bits of a sum depend on the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -62,7 +62,7 @@ def one_thread() -> Iterator[None]:
 def orthonormal(rows: int, columns: int, *purpose: int | str) -> torch.Tensor:
     """Random orthonormal columns in double precision, uniformly distributed.
 
-    They are Q of a Gaussian matrix, with the signs that make R's diagonal positive.
+    They are Q of the QR decomposition of a Gaussian matrix, with signs that make R's diagonal positive.
     """
     noise = torch.randn(rows, columns, dtype=torch.float64, generator=generator(*purpose))
     with one_thread():
@@ -70,5 +70,5 @@ def orthonormal(rows: int, columns: int, *purpose: int | str) -> torch.Tensor:
     return torch.mul(q, r.diagonal().sign())
 
 
-# The same, remembered for those who ask for it often; not to be changed in place.
+# The same, cached for repeated calls. Do not change the result in place.
 orthogonal = lru_cache(maxsize=8)(orthonormal)

@@ -1,4 +1,4 @@
-"""Names to things: one small registry class for datasets, partitions, models, methods and engines."""
+"""The registry class of datasets, partitions, models, methods and engines."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """A table of named things whose look-up error names the nearest right name."""
+    """A mapping from names to objects; an unknown name is an error that suggests the closest known one."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._items: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """A decorator that files what it decorates under `name`; a name is taken once."""
+        """A decorator that registers its object under `name`; a name can be registered once."""
 
-        def file(item: T) -> T:
+        def add(item: T) -> T:
             if name in self._items:
                 raise ConfigError(f"{self.kind} {name!r} is registered twice; choose another name.")
             self._items[name] = item
             return item
 
-        return file
+        return add
 
     def __getitem__(self, name: str) -> T:
         if name not in self._items:

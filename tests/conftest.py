@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fedprism.federation import Federation, federation
-from tests.helpers import cut
+from fedprism.federation import Federation, make_federation
+from tests.download_server import Server, serve
+from tests.harness import cut
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
@@ -37,10 +38,18 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny() -> Federation:
     """Three clients of 40 training and 36 test images, 16 pixels a side."""
-    return federation("digits-skew", clients=3, seed=0, samples=40, split={"validation": 0.02, "test": 0.1})
+    return make_federation("digits-skew", clients=3, seed=0, samples=40, split={"validation": 0.02, "test": 0.1})
 
 
 @pytest.fixture(scope="session")
 def unequal(tiny: Federation) -> Federation:
     """40, 25 and 10 training images, so that weighting by samples and uniform weighting differ."""
     return cut(tiny, (40, 25, 10))
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A web server on this machine."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with serve() as made:
+        yield made

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fedprism.engines.client import Job, client_receive, make_info, open_slot
-from fedprism.engines.passes import inputs
 from fedprism.federation import Federation
 from fedprism.methods.apfl import APFL
-from fedprism.methods.base import Me, Now, Pass, State, load, no_draw
+from fedprism.methods.base import Client, Context, Pass, State, load, no_draw
 from fedprism.methods.fedavg import FedAvg
 from fedprism.methods.local import Local
-from tests.helpers import same
-from tests.test_limit_cases import MLP, TURNED, Trained, config_of, part, train
+from fedprism.round.client import Job, client_receive, make_info, open_slot
+from fedprism.round.training import model_inputs
+from tests.harness import MLP, TURNED, Trained, config_of, part, same, train
 
 
 def alphas(run: Trained) -> list[float]:
@@ -34,8 +33,8 @@ def alphas(run: Trained) -> list[float]:
 def test_with_its_own_model_alone_it_is_local(sections: dict[str, Any], tiny: Federation) -> None:
     both, alone = train(APFL(alpha=1.0, adaptive=False), tiny, **sections), train(Local(), tiny, **sections)
     assert both.states.keys() == alone.states.keys()
-    for client, state in both.states.items():
-        assert same(part(state, "personal."), alone.states[client])
+    for client_id, state in both.states.items():
+        assert same(part(state, "personal."), alone.states[client_id])
     assert both.correct() == alone.correct()
 
 
@@ -50,47 +49,47 @@ def test_in_between_it_is_neither_and_shares_fedavgs_model(tiny: Federation) -> 
     both, average, alone = (train(each, tiny) for each in (APFL(), FedAvg(), Local()))
     assert same(part(both.server, "common."), average.server)  # the mixture sends no gradient into it
     assert both.correct() != average.correct()
-    for client, state in both.states.items():
-        assert not same(part(state, "personal."), alone.states[client])
+    for client_id, state in both.states.items():
+        assert not same(part(state, "personal."), alone.states[client_id])
 
 
 # --- one step by hand ------------------------------------------------------------------------------------------------
 
 
-def slot(method: APFL, tiny: Federation, apart: float = 0.05, **sections: Any) -> tuple[Me, Tensor, Tensor]:
+def slot(method: APFL, tiny: Federation, apart: float = 0.05, **sections: Any) -> tuple[Client, Tensor, Tensor]:
     """A client whose two models are apart, and a batch."""
     config = config_of(**sections)
     info = make_info(config, tiny.names, tiny.classes, tiny.shape)
-    me = open_slot(Job(method, config, info, tiny.clients["plain"], 0))
+    client = open_slot(Job(method, config, info, tiny.clients["plain"], 0))
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for tensor in me.model.personal.parameters():
+        for tensor in client.model.personal.parameters():
             tensor.add_(apart * torch.randn(tensor.shape, generator=draw))
-    me.keep("lr", torch.tensor(0.05))
-    me.model.train()
+    client.keep("lr", torch.tensor(0.05))
+    client.model.train()
     data = tiny.clients["plain"].train
-    return me, inputs(data.x[:16], config), data.y[:16]
+    return client, model_inputs(data.x[:16], config), data.y[:16]
 
 
-def bar(me: Me, a: float) -> State:
-    v, w = dict(me.model.personal.named_parameters()), dict(me.model.common.named_parameters())
+def bar(client: Client, a: float) -> State:
+    v, w = dict(client.model.personal.named_parameters()), dict(client.model.common.named_parameters())
     return {n: (a * v[n] + (1 - a) * w[n]).detach().requires_grad_() for n in v}
 
 
-def at(me: Me, weights: State, x: Tensor, y: Tensor) -> Tensor:
-    return cross_entropy(torch.func.functional_call(me.model.personal, weights, (x,)), y)
+def at(client: Client, weights: State, x: Tensor, y: Tensor) -> Tensor:
+    return cross_entropy(torch.func.functional_call(client.model.personal, weights, (x,)), y)
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_gradients_by_hand(adaptive: bool, tiny: Federation) -> None:
     """v's is alpha times that at the mixture; the common model has its own, as if there were no mixture."""
-    me, x, y = slot(APFL(alpha=0.3), tiny)
-    v, w = list(me.model.personal.parameters()), list(me.model.common.parameters())
-    mixture = bar(me, 0.3)
-    slopes = torch.autograd.grad(at(me, mixture, x, y), list(mixture.values()))
-    own = torch.autograd.grad(cross_entropy(me.model.common(x), y), w)
-    loss = APFL(alpha=0.3, adaptive=adaptive).loss(me, x, y)
-    expected = float(at(me, mixture, x, y).detach() + cross_entropy(me.model.common(x), y).detach())
+    client, x, y = slot(APFL(alpha=0.3), tiny)
+    v, w = list(client.model.personal.parameters()), list(client.model.common.parameters())
+    mixture = bar(client, 0.3)
+    slopes = torch.autograd.grad(at(client, mixture, x, y), list(mixture.values()))
+    own = torch.autograd.grad(cross_entropy(client.model.common(x), y), w)
+    loss = APFL(alpha=0.3, adaptive=adaptive).loss(client, x, y)
+    expected = float(at(client, mixture, x, y).detach() + cross_entropy(client.model.common(x), y).detach())
     found = torch.autograd.grad(loss, [*v, *w])
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-5)
     for g, e in zip(found, [*(0.3 * s for s in slopes), *own], strict=True):
@@ -102,36 +101,37 @@ def test_gradients_by_hand(adaptive: bool, tiny: Federation) -> None:
 def test_alpha_goes_down_the_slope_of_the_loss(start: float, tiny: Federation) -> None:
     """Compared with the difference quotient; at alpha 0 as well, where v gets no gradient."""
     method = APFL(alpha=start)
-    me, x, y = slot(method, tiny, model=MLP)
-    me.model.double()
+    client, x, y = slot(method, tiny, model=MLP)
+    client.model.double()
     x, e = x.double(), 1e-5
-    slope = float((at(me, bar(me, start + e), x, y) - at(me, bar(me, start - e), x, y)).detach()) / (2 * e)
+    ahead, behind = (at(client, bar(client, start + step), x, y) for step in (e, -e))
+    slope = float((ahead - behind).detach()) / (2 * e)
     rate = -0.1 / slope  # so that alpha goes up by 0.1
-    me.keep("lr", torch.tensor(rate, dtype=torch.float64))
-    method.loss(me, x, y)
-    assert float(me.model.own["alpha"]) == pytest.approx(start + 0.1, abs=1e-5)
+    client.keep("lr", torch.tensor(rate, dtype=torch.float64))
+    method.loss(client, x, y)
+    assert float(client.model.own["alpha"]) == pytest.approx(start + 0.1, abs=1e-5)
 
 
 def test_alpha_stays_within_its_bounds(tiny: Federation) -> None:
     ends = []
     for rate in (1e6, -1e6):
-        me, x, y = slot(APFL(), tiny)
-        me.keep("lr", torch.tensor(rate))
-        APFL().loss(me, x, y)
-        ends.append(float(me.model.own["alpha"]))
+        client, x, y = slot(APFL(), tiny)
+        client.keep("lr", torch.tensor(rate))
+        APFL().loss(client, x, y)
+        ends.append(float(client.model.own["alpha"]))
     assert sorted(ends) == [0.0, 1.0]
 
 
 class Steps(APFL):
-    """Of which a round is cut after so many steps."""
+    """A round is cut after `most` steps."""
 
     most = 1
 
-    def passes(self, me: Me, now: Now) -> list[Pass]:
-        return [replace(each, steps=self.most) for each in super().passes(me, now)]
+    def passes(self, client: Client, ctx: Context) -> list[Pass]:
+        return [replace(spec, steps=self.most) for spec in super().passes(client, ctx)]
 
 
-def test_alpha_is_learned_once_a_round(tiny: Federation) -> None:
+def test_alpha_is_learned_once_per_round(tiny: Federation) -> None:
     """By the first batch, where the common model is as received; in the first round both models are the same."""
     many = train(APFL(), tiny, train={"rounds": 2})
     first, second = (
@@ -173,7 +173,7 @@ def test_statistics_are_mixed_as_weights_are(tiny: Federation) -> None:
     v, w = part(state, "personal."), part(state, "common.")
     net = arch.model(0)
     load(net, {n: 0.3 * t + 0.7 * w[n] if t.is_floating_point() else t for n, t in v.items()})
-    x = inputs(tiny.clients["plain"].test.x, run.loop.config)
+    x = model_inputs(tiny.clients["plain"].test.x, run.loop.config)
     with torch.no_grad():
         torch.testing.assert_close(APFL().predict(model.eval(), x, no_draw), net.eval()(x))
         load(net, {n: t for n, t in v.items() if "running" in n})  # with v's statistics alone it would be another one
@@ -182,15 +182,15 @@ def test_statistics_are_mixed_as_weights_are(tiny: Federation) -> None:
 
 def test_training_moves_each_models_own_statistics(tiny: Federation) -> None:
     """The personal model's are of the mixture's pass, the common model's of its own."""
-    me, x, y = slot(APFL(alpha=0.3), tiny, apart=0.5)
-    mixture = {n: t.detach() for n, t in bar(me, 0.3).items()}
+    client, x, y = slot(APFL(alpha=0.3), tiny, apart=0.5)
+    mixture = {n: t.detach() for n, t in bar(client, 0.3).items()}
     nets = [open_slot(job_of(tiny)).model.common.train() for _ in range(2)]
     load(nets[0], mixture)
     for net in nets:
         net(x)
-    APFL(alpha=0.3).loss(me, x, y)
+    APFL(alpha=0.3).loss(client, x, y)
     names = [n for n, _ in nets[0].named_buffers() if "running" in n]
-    for net, own in zip(nets, (me.model.personal, me.model.common), strict=True):
+    for net, own in zip(nets, (client.model.personal, client.model.common), strict=True):
         for n in names:
             torch.testing.assert_close(own.state_dict()[n], net.state_dict()[n])
     assert not torch.allclose(nets[0].state_dict()[names[0]], nets[1].state_dict()[names[0]])
@@ -216,9 +216,9 @@ def test_who_is_new_begins_with_the_common_model(later: tuple[str, ...], alone: 
 @pytest.mark.parametrize("broadcast", ["participants", "all"])
 def test_a_member_that_was_never_sampled_is_tested_with_the_common_model(broadcast: str, tiny: Federation) -> None:
     """Not with a mixture of it and of weights that nobody has trained, which has hardly learned anything."""
-    clients = {"participation": 0.34, "broadcast": broadcast}  # one client a round
+    clients = {"participation": 0.34, "broadcast": broadcast}  # one client per round
     run, average = (train(each, tiny, clients=clients, train={"rounds": 3}) for each in (APFL(), FedAvg()))
-    assert "plain" not in {client for record in run.seen.records for client in record.cohort}
+    assert "plain" not in {client_id for record in run.seen.records for client_id in record.cohort}
     mixed, common = (each.seen.records[-1].scores["received"]["test"] for each in (run, average))
     assert mixed["plain"] == common["plain"]
     assert mixed["textured"] != common["textured"]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import csv
 import gc
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +16,21 @@ import torch
 from PIL import Image
 
 import fedprism as fp
-from fedprism import api
 from fedprism.config import Config, Normal, TrainConfig, read, structure
 from fedprism.data.images import normalise
 from fedprism.methods import METHODS
 from fedprism.methods.base import Method, Pass
-from fedprism.records import Protocol, RunDirectory, outcome
+from fedprism.planning import directory_of, resolve
+from fedprism.records import Protocol, RunDirectory, outcome, read_run
+from fedprism.round.client import make_info
+from fedprism.round.events import Snapshot
 
 SMALL = ["train.epochs=1", "run.checkpoint_every=2"]
 
 
 @pytest.fixture(scope="module")
 def three() -> fp.Federation:
-    return fp.federation("digits-skew", clients=3, seed=0, samples=40)
+    return fp.make_federation("digits-skew", clients=3, seed=0, samples=40)
 
 
 @pytest.fixture(scope="module")
@@ -106,15 +111,15 @@ def test_a_model_at_the_moment_trained_is_the_trained_one(three: fp.Federation) 
         moment = "trained"
 
     method = Trained()
-    info = api.make_info(Config(), three.names, three.classes, three.shape)
+    info = make_info(Config(), three.names, three.classes, three.shape)
     module = method.build(info.arch, "plain", info, 0)
     state = {n: t + 1 if t.is_floating_point() else t for n, t in module.state_dict().items()}
-    snapshot = api.Snapshot(1, module.state_dict(), {"plain": state, "tinted": None})
+    snapshot = Snapshot(1, module.state_dict(), {"plain": state, "tinted": None})
     x = three.clients["plain"].test.x
-    model = api.ClientModel.of(method, Config(), info, three.class_names, snapshot, "plain")
+    model = fp.ClientModel.of(method, Config(), info, three.class_names, snapshot, "plain")
     method.build(info.arch, "plain", info, 0)
     assert all(torch.equal(t, state[n]) for n, t in model.module.state_dict().items())
-    fresh = api.ClientModel.of(method, Config(), info, three.class_names, snapshot, "tinted")
+    fresh = fp.ClientModel.of(method, Config(), info, three.class_names, snapshot, "tinted")
     assert torch.equal(torch.as_tensor(fresh.predict(x)), module.eval()(normalise(x, "half")).argmax(1))
 
 
@@ -145,15 +150,15 @@ def test_settings_are_checked(three: fp.Federation) -> None:
     with pytest.raises(fp.ConfigError, match="Did you mean 'fedprox'"):
         fp.train(three, "fedproxx", out=False)
     with pytest.raises(fp.ConfigError, match="mew"):
-        api.resolve(structure({"method": {"name": "fedprox", "mew": 1}}, Config))
+        resolve(structure({"method": {"name": "fedprox", "mew": 1}}, Config))
     with pytest.raises(fp.ConfigError, match="engine"):
-        api.resolve(structure({"run": {"engine": "warp"}}, Config))
+        resolve(structure({"run": {"engine": "warp"}}, Config))
     with pytest.raises(fp.ConfigError, match=r"run\.device is"):
-        api.resolve(structure({"run": {"device": "abacus"}}, Config))
+        resolve(structure({"run": {"device": "abacus"}}, Config))
     with pytest.raises(fp.ConfigError, match="tf32"):
-        api.resolve(structure({"run": {"device": "cpu", "precision": "tf32"}}, Config))
+        resolve(structure({"run": {"device": "cpu", "precision": "tf32"}}, Config))
     with pytest.raises(fp.ConfigError, match="nothing else in braces"):
-        api.directory_of(structure({"run": {"out": "runs/{day}"}}, Config), "x", None)
+        directory_of(structure({"run": {"out": "runs/{day}"}}, Config), "x", None)
 
 
 def test_resolved_configuration_holds_every_hyper_parameter_and_runs_again(tmp_path: Path) -> None:
@@ -180,8 +185,8 @@ def test_arrays_of_ones_own_train_and_resume_with_the_arrays(tmp_path: Path) -> 
     assert fp.resume(run.path, federation=mine).status == "finished"
 
 
-class Interrupt(api.Callback):
-    def round(self, record: object, snapshot: api.Snapshot) -> None:
+class Interrupt(fp.Callback):
+    def round(self, record: object, snapshot: Snapshot) -> None:
         if snapshot.round == 3:
             raise KeyboardInterrupt
 
@@ -213,6 +218,52 @@ def test_compare_skips_finished_cells_and_resumes_begun_ones(tmp_path: Path) -> 
     longer = structure({**raw, "train": {"rounds": 5}}, Config)
     with pytest.raises(fp.RecordError, match=r"train\.rounds"):
         fp.compare(longer, ["local"], [0], "x", out=tmp_path / "a")
+
+
+def test_a_comparison_writes_its_table_and_its_page(tmp_path: Path) -> None:
+    raw = {"model": "mlp", "train": {"rounds": 1}, "data": {"partition": {"name": "domain", "clients": 2}}}
+    config = structure(raw, Config)
+    written = {"comparison.csv", "comparison.md", "report.html"}
+
+    def files(folder: Path) -> set[str]:
+        return {path.name for path in folder.iterdir() if path.is_file()}
+
+    runs = fp.compare(config, ["local", "fedavg"], [0], "x", out=tmp_path / "a", summary=False)
+    assert files(tmp_path / "a") == set()
+    fp.compare(config, ["local", "fedavg"], [0], "x", out=tmp_path / "a", summary=tmp_path / "elsewhere")
+    assert (files(tmp_path / "a"), files(tmp_path / "elsewhere")) == (set(), written)
+    fp.compare(config, ["local", "fedavg"], [0], "x", out=tmp_path / "a", protocol="last,samples")
+    assert files(tmp_path / "a") == written
+    with (tmp_path / "a" / "comparison.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["method"], row["protocol"]) for row in rows] == [
+        ("local", "own,last,samples"),
+        ("fedavg", "own,last,samples"),
+    ]
+    assert (tmp_path / "a" / "comparison.md").read_text() == fp.table(runs, "last,samples").markdown()
+    assert "images of plain" in (tmp_path / "a" / "report.html").read_text()
+
+
+def test_a_run_records_what_reports_need(three: fp.Federation, tmp_path: Path) -> None:
+    models = ["mlp", {"name": "lenet-bn"}]
+    run = fp.train(three, fp.FedSCE(), models, rounds=1, out=tmp_path / "run")
+    record, archs = read_run(run.path), make_info(run.record.config, three.names, 10, three.shape).archs
+    assert [(each.label, each.clients) for each in record.architectures] == [
+        ("mlp", ("plain", "textured")),
+        ("lenet-bn", ("tinted",)),
+    ]
+    for each in record.architectures:
+        arch = archs[each.clients[0]]
+        assert (each.label, each.parameters, each.features) == (arch.label, arch.parameters, arch.width)
+    assert record.shows == dict(fp.FedSCE.shows)
+    assert record.decided == {"auxiliary model": archs["tinted"].words}
+    noise = fp.train(
+        fp.make_federation("digits-skew", partition={"name": "noise", "clients": 2, "sigma": 5.0}, samples=20),
+        rounds=1,
+        out=tmp_path / "noise",
+    )
+    given = {"name": "noise", "clients": 2, "of": None, "sigma": 5.0}
+    assert given.items() <= noise.record.info["partition"].items()
 
 
 def test_a_comparison_goes_on_after_a_diverged_and_after_a_failed_cell(tmp_path: Path) -> None:
@@ -265,8 +316,8 @@ def test_methods_and_models_as_a_configuration_has_them(method: Any, three: fp.F
     run = fp.train(three, method, ["lenet-bn", "cnn4"], rounds=1, out=False)
     assert run.record.config.method.settings["auxiliary"] in ("mlp", {"name": "mlp"})
     assert fp.load(run.path).record.config == run.record.config
-    held = [frozenset(run.models[name].module.state_dict()) for name in three.names]
-    assert held[0] == held[2] != held[1]
+    names = [frozenset(run.models[name].module.state_dict()) for name in three.names]
+    assert names[0] == names[2] != names[1]
     with pytest.raises(fp.ConfigError, match="neither"):
         fp.train(three, "local", 3, rounds=1, out=False)  # type: ignore[arg-type]
 
@@ -294,7 +345,7 @@ def test_a_mistake_leaves_no_directory_in_the_way(three: fp.Federation, tmp_path
     with pytest.raises(fp.ConfigError, match="lenet-bn"):
         fp.train(three, "fedavg", "lenet", rounds=1, out=out)
     with pytest.raises(fp.ConfigError, match="batch norm"):
-        fp.train(three, "fedavg", rounds=1, out=out, settings=["train.batch=1"])
+        fp.train(three, "fedavg", rounds=1, out=out, settings=["train.batch_size=1"])
     with pytest.raises(RuntimeError, match="a bug"):
         fp.train(three, Broken(), "mlp", rounds=1, out=out)
     assert not out.exists()
@@ -320,8 +371,8 @@ def test_a_configuration_made_in_python_is_checked(tmp_path: Path) -> None:
     with pytest.raises(fp.ConfigError, match=r"train\.rounds is -1"):
         fp.run_config(Config(train=TrainConfig(rounds=-1)), "x", out=tmp_path / "run")
     with pytest.raises(fp.ConfigError, match="the test part must be in it"):
-        api.resolve(structure({"evaluate": {"splits": ["validation"]}}, Config))
-    assert api.resolve(structure({"evaluate": {"moments": []}}, Config)).evaluate.moments == ("received",)
+        resolve(structure({"evaluate": {"splits": ["validation"]}}, Config))
+    assert resolve(structure({"evaluate": {"moments": []}}, Config)).evaluate.moments == ("received",)
 
 
 def test_the_methods_own_moment_is_always_evaluated(three: fp.Federation) -> None:
@@ -329,7 +380,7 @@ def test_the_methods_own_moment_is_always_evaluated(three: fp.Federation) -> Non
     class Tuned(Method):
         moment = "adapted"
 
-        def adapt(self, me: object, now: object) -> list[Pass]:
+        def adapt(self, client: object, ctx: object) -> list[Pass]:
             return [Pass(self.loss, "tune")]
 
     run = fp.train(three, Tuned(), "mlp", rounds=1, out=False)
@@ -390,7 +441,7 @@ def test_what_is_no_federation_and_no_method(three: fp.Federation) -> None:
 def test_mistakes_in_a_method_are_named(three: fp.Federation) -> None:
     @dataclass(frozen=True)
     class Odd(Method):
-        def shared(self, model: object, now: object) -> list[str]:
+        def shared(self, model: object, ctx: object) -> list[str]:
             return ["nope"]
 
     @dataclass(frozen=True)
@@ -405,17 +456,44 @@ def test_mistakes_in_a_method_are_named(three: fp.Federation) -> None:
 
 def test_everything_public_is_there() -> None:
     assert all(hasattr(fp, name) for name in fp.__all__)
-    assert callable(fp.federation)
+    assert dir(fp) == fp.__all__
+    assert callable(fp.make_federation)
     assert issubclass(fp.FedBN, Method)
+    for name in ("Callback", "Client", "Context", "Pass", "Output", "Upload", "leaves"):
+        assert name in fp.__all__
+    for name in ("Nothing", "nothing", "fedbn"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(fp, name)
 
 
-def test_what_does_not_fit_is_told_before_the_old_run_is_touched(three: fp.Federation, tmp_path: Path) -> None:
+def test_every_method_is_public() -> None:
+    built_in = [cls for _, cls in METHODS.items() if cls.__module__.startswith("fedprism.")]
+    assert len(built_in) >= 33
+    for cls in built_in:
+        assert getattr(fp, cls.__name__) is cls
+        assert cls.__name__ in fp.__all__
+
+
+def test_type_checkers_see_what_there_is() -> None:
+    """The block for them names exactly the public names, each from the module that defines it."""
+    (block,) = [node for node in ast.parse(Path(fp.__file__).read_text()).body if isinstance(node, ast.If)]
+    seen = {}
+    for node in block.body:
+        assert isinstance(node, ast.ImportFrom)
+        for alias in node.names:
+            assert alias.asname == alias.name  # so that it counts as exported
+            seen[alias.name] = getattr(import_module(node.module or ""), alias.name)
+    assert sorted([*seen, "__version__"]) == fp.__all__
+    assert all(getattr(fp, name) is value for name, value in seen.items())
+
+
+def test_what_does_not_fit_is_refused_before_the_old_run_is_touched(three: fp.Federation, tmp_path: Path) -> None:
     old = fp.train(three, rounds=1, out=tmp_path / "keep")
-    held = (old.path / "metrics.jsonl").read_bytes()
+    before = (old.path / "metrics.jsonl").read_bytes()
     grey = replace(three, data=replace(three.data, normalize=Normal((0.5,), (0.5,))))
     with pytest.raises(fp.ConfigError, match="has 1 channels, and these images have 3"):
         fp.train(grey, rounds=1, out=old.path, overwrite=True)
-    assert (old.path / "metrics.jsonl").read_bytes() == held
+    assert (old.path / "metrics.jsonl").read_bytes() == before
 
 
 def test_one_number_is_no_image(run: fp.Run) -> None:
@@ -428,10 +506,10 @@ def test_one_number_is_no_image(run: fp.Run) -> None:
 def test_tokens_that_are_no_words_of_the_vocabulary_are_refused() -> None:
     length, words = 4, 9
     config = structure({"model": "fasttext"}, Config)
-    info = api.make_info(config, ["a"], 2, (length, words))
+    info = make_info(config, ["a"], 2, (length, words))
     method = fp.FedAvg()
     first = method.build(info.arch, "a", info, 0).state_dict()
-    model = api.ClientModel.of(method, config, info, ("no", "yes"), api.Snapshot(0, first, {"a": None}), "a")
+    model = fp.ClientModel.of(method, config, info, ("no", "yes"), Snapshot(0, first, {"a": None}), "a")
     text = np.array([[8, 1, 0, 0], [3, 2, 8, 0]])
     assert model.predict(text).shape == (2,)
     for wrong, reach in ((9, "0 to 9"), (-1, "-1 to 8")):

@@ -14,15 +14,15 @@ from PIL import Image
 import fedprism as fp
 from fedprism.config import Config, Named, Normal, structure
 from fedprism.data.images import Crop, Flip, Rotate, augmentation, changes, normalise
-from fedprism.engines.noise import Noise, keyed_draw
 from fedprism.errors import ConfigError
 from fedprism.federation import Split
-from fedprism.methods.base import Draw, Me, Now, Pass, no_draw
-from tests.helpers import CPU, Collect, loop_for, same
+from fedprism.methods.base import Client, Context, Draw, Pass, no_draw
+from fedprism.round.noise import Noise, keyed_draw
+from tests.harness import BESIDE, Collect, loop_for, same
 
 
 def draw(seed: int = 0) -> Draw:
-    return keyed_draw(CPU, seed)
+    return keyed_draw(None, seed)
 
 
 def images(n: int = 64, height: int = 6, width: int = 9) -> torch.Tensor:
@@ -95,8 +95,8 @@ def test_draws_depend_on_purpose_and_step_alone() -> None:
     x = images(8, 8, 8).to(torch.uint8)
     change = augmentation((Named("flip"), Named("crop", {"padding": 2})))
 
-    def changed(client: str, step: int) -> torch.Tensor:
-        return change(x, Noise(CPU, 0, "augment", "", 3, client, 0).at(step))
+    def changed(client_id: str, step: int) -> torch.Tensor:
+        return change(x, Noise(BESIDE, 0, "augment", "", 3, client_id, 0).at(step))
 
     assert torch.equal(changed("north", 0), changed("north", 0))
     assert not torch.equal(changed("north", 0), changed("north", 1))
@@ -119,19 +119,19 @@ def test_unknown_changes_and_settings_are_refused() -> None:
         changes((Named("rotate", {"degree": 3}),))
     with pytest.raises(ConfigError, match=r"padding is 0; expected 1 or more"):
         changes((Named("crop", {"padding": 0}),))
-    with pytest.raises(ConfigError, match="these are texts"):
+    with pytest.raises(ConfigError, match="this dataset has texts"):
         augmentation((Named("flip"),))(torch.zeros(2, 5, dtype=torch.int32), draw())
 
 
 def test_training_sees_changed_images_and_tests_do_not() -> None:
-    raw = {"train": {"rounds": 2, "batch": 16}, "evaluate": {"moments": ["received"]}, "model": {"name": "mlp"}}
-    federation = fp.federation("digits-skew", clients=2, samples=24)
+    raw = {"train": {"rounds": 2, "batch_size": 16}, "evaluate": {"moments": ["received"]}, "model": {"name": "mlp"}}
+    federation = fp.make_federation("digits-skew", clients=2, samples=24)
     seen: list[torch.Tensor] = []
 
     class Watching(fp.FedAvg):
-        def loss(self, me: Me, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        def loss(self, client: Client, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             seen.append(x.clone())
-            return super().loss(me, x, y)
+            return super().loss(client, x, y)
 
     def run(augment: object) -> Collect:
         config = structure({**raw, "data": {"augment": augment}}, Config)
@@ -142,10 +142,7 @@ def test_training_sees_changed_images_and_tests_do_not() -> None:
 
     plain = run("none")
     images_plain = list(seen)
-    turned, turned_again = (
-        run([{"name": "rotate", "degrees": 30}, "flip"]),
-        run([{"name": "rotate", "degrees": 30}, "flip"]),
-    )
+    turned, turned_again = (run([{"name": "rotate", "degrees": 30}, "flip"]) for _ in range(2))
     assert same(turned.snapshots[-1].server, turned_again.snapshots[-1].server)
     assert not same(turned.snapshots[-1].server, plain.snapshots[-1].server)
     assert plain.records[0].scores == turned.records[0].scores  # before any training: the test images are the same
@@ -154,24 +151,24 @@ def test_training_sees_changed_images_and_tests_do_not() -> None:
     assert min(float(x.min()) for x in seen) >= -1  # black is black after normalising, too
 
 
-Seen = dict[tuple[int, str, str], list[torch.Tensor]]  # round, client, pass -> the images of its steps
+Batches = dict[tuple[int, str, str], list[torch.Tensor]]  # round, client, pass -> the images of its steps
 
 
-def seen_by_passes(seed: int) -> tuple[Seen, torch.Tensor]:
+def seen_by_passes(seed: int) -> tuple[Batches, torch.Tensor]:
     """What passes of two clients see of one picture over and over, so that the order of batches plays no part; and the
     picture as a model sees it unchanged."""
     picture = images(1, 8, 8).round().to(torch.uint8)
     x, y = picture.expand(24, -1, -1, -1), torch.arange(24) % 2
     parts = {"train": (x, y), "validation": (x[:8], y[:8]), "test": (x[:8], y[:8])}
     made = fp.Federation.from_arrays({"north": parts, "south": parts}, seed=seed)
-    seen: Seen = {}
+    seen: Batches = {}
 
     class Watching(fp.FedAvg):
-        def passes(self, me: Me, now: Now) -> list[Pass]:
-            def watch(name: str) -> Callable[[Me, torch.Tensor, torch.Tensor], torch.Tensor]:
-                def loss(me: Me, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-                    seen.setdefault((now.round, now.client or "", name), []).append(x.clone())
-                    return self.loss(me, x, y)
+        def passes(self, client: Client, ctx: Context) -> list[Pass]:
+            def watch(name: str) -> Callable[[Client, torch.Tensor, torch.Tensor], torch.Tensor]:
+                def loss(client: Client, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+                    seen.setdefault((ctx.round, ctx.client_id or "", name), []).append(x.clone())
+                    return self.loss(client, x, y)
 
                 return loss
 
@@ -184,7 +181,7 @@ def seen_by_passes(seed: int) -> tuple[Seen, torch.Tensor]:
                 Pass(watch("sweep"), "sweep", trains=()),
             ]
 
-    raw = {"seed": seed, "train": {"rounds": 2, "epochs": 2, "batch": 8}, "model": {"name": "mlp", "hidden": [4]}}
+    raw = {"seed": seed, "train": {"rounds": 2, "epochs": 2, "batch_size": 8}, "model": {"name": "mlp", "hidden": [4]}}
     config = structure({**raw, "data": {"augment": ["flip", {"name": "rotate", "degrees": 30}]}}, Config)
     loop_for(Watching(), config, replace(made, public=Split(x[:8], y[:8]))).run([])
     return seen, normalise(picture, "half")

@@ -19,12 +19,12 @@ from typer.testing import CliRunner
 
 from fedprism.bench import engines, growth, machine, point, roofline, workers
 from fedprism.bench.engines import KINDS, Ask, measure_engines, wanted
-from fedprism.bench.machine import Memory, children, cores, family, held, proportional, slug
+from fedprism.bench.machine import Memory, children, cores, family, memory_in_use, proportional, slug
 from fedprism.bench.progress import Rows
-from fedprism.bench.race import ByHand, Engined, Entry, Pace, largest_difference, race
+from fedprism.bench.race import ByHand, ContenderSpec, Engined, Pace, largest_difference, race
 from fedprism.bench.results import SECTIONS, Results, place
-from fedprism.bench.serial import SERIAL, Taken
-from fedprism.bench.workloads import WORKLOADS, Workload, configure, make_clients, most_images
+from fedprism.bench.serial import SERIAL, RoundSeconds
+from fedprism.bench.workloads import WORKLOADS, Workload, configure, make_clients, max_images
 from fedprism.cli import app
 from fedprism.errors import FedprismError
 from fedprism.methods import METHODS
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 FEW = ("--device", "cpu", "--samples", "4", "--rounds", "1")
 TINY = (*FEW, "--engines", "serial,inprocess", "--quick")
 POINT = {"clients": 6, "participation": 0.5, "rounds": 1, "samples": 10, "model": "mlp", "engine": "inprocess"}
-SMALL = {  # a network with batch norm for methods that keep it at home, one without, and clients of unequal size
+SMALL = {  # a network with batch norm for methods that keep it local, one without, and clients of unequal size
     method: Workload({"name": model}, (3, 16, 16), 4, 4, (9, 6), (5, 3), (method,), 9, 9)
     for method, model in {
         **dict.fromkeys(SERIAL, "cnn4"),
@@ -72,7 +72,7 @@ def test_serial_loop_equals_the_engine(method: str) -> None:
     assert moved > 1e-3
     assert largest_difference(hand.weights(), engine.weights()) < 1e-3 * moved
     scores = record.scores[METHODS[method].moment]["test"]
-    assert hand.serial.accuracy == {client: score.correct / score.total for client, score in scores.items()}
+    assert hand.serial.accuracy == {client_id: score.correct / score.total for client_id, score in scores.items()}
 
 
 def test_what_clients_keep_is_compared_too() -> None:
@@ -100,18 +100,18 @@ def test_a_last_image_joins_the_batch_before_it() -> None:
 
 
 class Counting:
-    """A contender that says what it was told, in a list that all of them share."""
+    """A contender that writes its rounds into a list that all of them share."""
 
     threads = cold = 1
 
     def __init__(self, name: str, said: list[str], seconds: float = 0.1, fails: int | None = None) -> None:
         self.name, self.said, self.seconds, self.fails = name, said, seconds, fails
 
-    def one_round(self, round: int) -> Taken:
+    def one_round(self, round: int) -> RoundSeconds:
         if round == self.fails:
             raise FedprismError("it cannot.")
         self.said.append(f"{self.name}{round}")
-        return Taken(self.seconds / 2, 0.0, 0.0, self.seconds)
+        return RoundSeconds(self.seconds / 2, 0.0, 0.0, self.seconds)
 
     def weights(self) -> dict[str, dict[str, torch.Tensor]]:
         return {"server": {"w": torch.tensor([1.0 if self.name == "a" else 1.5])}}
@@ -126,7 +126,7 @@ class Counting:
 def test_contenders_take_turns_after_a_round_that_does_not_count() -> None:
     said: list[str] = []
     two = Counting("a", said, 0.1), Counting("b", said, 0.05)
-    entries = [Entry(each.name, lambda each=each: each) for each in two]
+    entries = [ContenderSpec(each.name, lambda each=each: each) for each in two]
     found = race(entries, 100, CPU, Pace(rounds=2), lambda text: None)
     assert said == ["a0", "b0", "a1", "b1", "a2", "b2", "a3", "a closed", "b3", "b closed"]  # 3: for memory alone
     a, b = found.results
@@ -135,13 +135,13 @@ def test_contenders_take_turns_after_a_round_that_does_not_count() -> None:
     assert (a["largest_difference"], b["largest_difference"]) == (None, 0.5)
 
 
-def test_on_a_gpu_each_is_through_before_the_next_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_each_has_finished_before_the_next_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedprism.bench.race.Memory", lambda device: Memory(CPU))  # the part that would ask the GPU
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     said: list[str] = []
     two = Counting("a", said), Counting("b", said)
     two[1].cold = 2
-    entries = [Entry(each.name, lambda each=each: each) for each in two]
+    entries = [ContenderSpec(each.name, lambda each=each: each) for each in two]
     found = race(entries, 100, torch.device("cuda"), Pace(rounds=2), lambda text: None)
     assert said == ["a0", "a1", "a2", "a3", "a closed", "b0", "b1", "b2", "b3", "b4", "b closed"]
     assert [len(each["seconds"]["round"]) for each in found.results] == [2, 2]
@@ -152,8 +152,8 @@ def test_a_slow_one_sits_out_and_one_that_fails_is_left_out_and_closed() -> None
     said: list[str] = []
     slow, quick = Counting("a", said, seconds=9.0), Counting("b", said)
     broken, breaks = Counting("c", said, fails=0), Counting("d", said, fails=2)
-    entries = [Entry(each.name, lambda each=each: each) for each in (broken, slow, quick, breaks)]
-    found = race(entries, 100, CPU, Pace(rounds=4, least=2, seconds=10), lambda text: None)
+    entries = [ContenderSpec(each.name, lambda each=each: each) for each in (broken, slow, quick, breaks)]
+    found = race(entries, 100, CPU, Pace(rounds=4, min_rounds=2, seconds=10), lambda text: None)
     assert [len(each["seconds"]["round"]) for each in found.results] == [2, 4]
     assert found.left_out == dict.fromkeys("cd", "FedprismError: it cannot.")
     assert [each["round_ratio"] for each in found.results] == [1, 90]  # of the first that could be measured
@@ -191,8 +191,8 @@ class Odd(Counting):
 def test_weights_that_cannot_be_compared_leave_one_out_and_closed() -> None:
     """With nothing to compare it is measured all the same, even as the first one."""
     said: list[str] = []
-    entries = [Entry(name, lambda name=name: Odd(name, said)) for name in "dce"]
-    entries.insert(1, Entry("a", lambda: Counting("a", said)))
+    entries = [ContenderSpec(name, lambda name=name: Odd(name, said)) for name in "dce"]
+    entries.insert(1, ContenderSpec("a", lambda: Counting("a", said)))
     found = race(entries, 100, CPU, Pace(rounds=1), lambda text: None)
     assert [each["name"] for each in found.results] == ["d", "a"]
     assert "other weights" in found.left_out["c"]
@@ -207,7 +207,7 @@ def test_interrupted_while_they_are_compared_all_are_closed() -> None:
         def weights(self) -> dict[str, dict[str, torch.Tensor]]:
             raise KeyboardInterrupt
 
-    entries = [Entry("a", lambda: Counting("a", said)), Entry("b", lambda: Stopped("b", said))]
+    entries = [ContenderSpec("a", lambda: Counting("a", said)), ContenderSpec("b", lambda: Stopped("b", said))]
     with pytest.raises(KeyboardInterrupt):
         race(entries, 100, CPU, Pace(rounds=1), lambda text: None)
     assert said[-2:] == ["a closed", "b closed"]
@@ -215,27 +215,28 @@ def test_interrupted_while_they_are_compared_all_are_closed() -> None:
 
 def test_a_file_that_is_missing_leaves_one_out() -> None:
     said: list[str] = []
-    entries = [Entry("a", lambda: Counting("a", said)), Entry("b", lambda: open("/no/such/file"))]  # noqa: SIM115
+    entries = [ContenderSpec("a", lambda: Counting("a", said)), ContenderSpec("b", lambda: open("/no/such/file"))]  # noqa: SIM115
     found = race(entries, 100, CPU, Pace(rounds=1), lambda text: None)
     assert list(found.left_out) == ["b"]
     assert len(found.results) == 1
 
 
 class Large(Counting):
-    """Holds 120 MB and takes 240 MB more in a round."""
+    """Keeps 120 MB and takes 240 MB more in a round."""
 
     def __init__(self, name: str, said: list[str]) -> None:
         super().__init__(name, said)
         self.kept = torch.ones(30_000_000)
 
-    def one_round(self, round: int) -> Taken:
+    def one_round(self, round: int) -> RoundSeconds:
         assert torch.ones(60_000_000).sum() > 0
         return super().one_round(round)
 
 
+@pytest.mark.slow
 def test_memory_does_not_depend_on_who_was_first() -> None:
     said: list[str] = []
-    entries = [Entry(name, lambda name=name: Large(name, said)) for name in "abc"]
+    entries = [ContenderSpec(name, lambda name=name: Large(name, said)) for name in "abc"]
     found = race(entries, 100, CPU, Pace(rounds=1), lambda text: None)
     assert [each["peak_memory_bytes"] for each in found.results] == [pytest.approx(360e6, rel=0.15)] * 3
 
@@ -244,7 +245,7 @@ def test_memory_does_not_depend_on_who_was_first() -> None:
 def test_pages_that_processes_share_count_once() -> None:
     """100 MB that a child sees, too, are 100 MB of both together."""
     shared = torch.ones(25_000_000)
-    before = held(CPU)
+    before = memory_in_use(CPU)
     ready, go = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
@@ -264,7 +265,7 @@ def test_pages_that_processes_share_count_once() -> None:
 def test_memory_where_the_system_tells_no_shares(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Without a /proc it is the largest resident size: too much rather than nothing."""
     monkeypatch.setattr(machine, "_PROC", tmp_path)
-    assert Memory(CPU).most(lambda: None, lambda: None) == 0
+    assert Memory(CPU).peak(lambda: None, lambda: None) == 0
     assert proportional(os.getpid()) > 50e6
 
 
@@ -272,17 +273,17 @@ def test_memory_where_the_system_tells_no_shares(monkeypatch: pytest.MonkeyPatch
 
 
 def test_results_have_their_schema(measured: Path) -> None:
-    held = json.loads(measured.read_text())
-    assert held["format"] == 2
-    assert held["quick"] is True
-    assert {"device", "cpu", "cores", "system", "versions"} <= held["machine"].keys()
-    assert set(SECTIONS) <= held.keys()
-    fedavg, fedprox = held["engines"]
+    stored = json.loads(measured.read_text())
+    assert stored["format"] == 2
+    assert stored["quick"] is True
+    assert {"device", "cpu", "cores", "system", "versions"} <= stored["machine"].keys()
+    assert set(SECTIONS) <= stored.keys()
+    fedavg, fedprox = stored["engines"]
     assert (fedavg["key"], fedavg["baseline"]) == ("cnn4-n20-b10/fedavg/4", "serial")
     assert (fedprox["key"], fedprox["baseline"]) == ("cnn4-n20-b10/fedprox/4", "inprocess")
     for row in (fedavg, fedprox):
-        told = {"date", "commit", "load", "command", "versions", "precision", "threads", "left_out", "baseline"}
-        assert told <= row.keys()
+        names = {"date", "commit", "load", "command", "versions", "precision", "threads", "left_out", "baseline"}
+        assert names <= row.keys()
         assert (row["clients"], row["batch"], row["train_images"], row["test_images"]) == (20, 10, 80, 20)
         assert (row["steps"], row["mean_batch"], row["samples"]) == (20, 4, 4)  # 4 images are one batch
         assert not row["all_images"]
@@ -293,7 +294,7 @@ def test_results_have_their_schema(measured: Path) -> None:
     serial, engine = fedavg["contenders"]
     assert (serial["name"], engine["name"]) == ("serial", "inprocess")
     assert 0 <= engine["largest_difference"] < 1e-2 * fedavg["largest_change_of_a_weight"]
-    (roof,) = held["roofline"]
+    (roof,) = stored["roofline"]
     assert roof["step"]["flops"] > roof["step"]["operations"] > 0
     assert 0 < roof["engines"]["serial"]["shares"]["flops"] < 1.5
     assert (roof["key"], roof["engines"]["serial"]["threads"], roof["mean_batch"]) == ("cnn4-n20-b10/4", 1, 4)
@@ -305,12 +306,13 @@ def test_page_shows_what_the_file_holds(measured: Path) -> None:
     page = measured.with_suffix(".md").read_text()
     row = json.loads(measured.read_text())["engines"][0]
     for each in row["contenders"]:
-        assert f"| cnn4-n20-b10 (4 images a client) | fedavg | {each['name']} |" in page
+        assert f"| cnn4-n20-b10 (4 images per client) | fedavg | {each['name']} |" in page
     assert "fewer than the paper's" in page
     assert "not for citing" in page
     assert row["date"] in page
 
 
+@pytest.mark.slow
 def test_goes_on_with_what_is_missing(measured: Path, tmp_path: Path) -> None:
     path = tmp_path / "more.json"
     path.write_bytes(measured.read_bytes())
@@ -333,17 +335,18 @@ def test_goes_on_with_what_is_missing(measured: Path, tmp_path: Path) -> None:
     assert forced["engines"][1:] == after["engines"][1:]
 
 
+@pytest.mark.slow
 def test_engines_of_a_row_stay_and_one_that_was_left_out_is_tried_again(measured: Path, tmp_path: Path) -> None:
     """A row of `serial`, in which `inprocess` failed; now `processes` is asked for."""
     path, key = tmp_path / "engines.json", "cnn4-n20-b10/fedavg/4"
-    held = json.loads(measured.read_text())
-    row = held["engines"][0]
+    stored = json.loads(measured.read_text())
+    row = stored["engines"][0]
     row |= {
         "contenders": row["contenders"][:1],
         "done": ["serial"],
         "left_out": {"inprocess": "RuntimeError: no memory"},
     }
-    path.write_text(json.dumps(held))
+    path.write_text(json.dumps(stored))
     results = Results(path, CPU, quick=True)
     assert results.has("engines", key, ["serial"])
     assert not results.has("engines", key, ["serial", "inprocess"])
@@ -360,17 +363,17 @@ def test_engines_of_a_row_stay_and_one_that_was_left_out_is_tried_again(measured
 
 
 def test_a_folder_goes_on_with_the_newest_file_of_this_machine(measured: Path, tmp_path: Path) -> None:
-    held, today = json.loads(measured.read_text()), place(tmp_path, CPU, quick=True)
+    stored, today = json.loads(measured.read_text()), place(tmp_path, CPU, quick=True)
     assert today.name.endswith("-cpu-quick.json")
     mine, older = tmp_path / "2026-01-02-cpu-quick.json", tmp_path / "2026-01-01-cpu-quick.json"
     for path in (mine, older):
-        path.write_text(json.dumps(held))
-    other = {**held["machine"], "cores": 1024}
-    (tmp_path / "2026-01-03-cpu-quick.json").write_text(json.dumps({**held, "machine": other}))
-    other = {**held["machine"], "versions": {}}
-    (tmp_path / "2026-01-04-cpu-quick.json").write_text(json.dumps({**held, "machine": other}))
+        path.write_text(json.dumps(stored))
+    other = {**stored["machine"], "cores": 1024}
+    (tmp_path / "2026-01-03-cpu-quick.json").write_text(json.dumps({**stored, "machine": other}))
+    other = {**stored["machine"], "versions": {}}
+    (tmp_path / "2026-01-04-cpu-quick.json").write_text(json.dumps({**stored, "machine": other}))
     (tmp_path / "2026-01-05-cpu-quick.json").write_text("{}")
-    (tmp_path / "notes-cpu-quick.json").write_text(json.dumps(held))
+    (tmp_path / "notes-cpu-quick.json").write_text(json.dumps(stored))
     assert place(tmp_path, CPU, quick=True) == mine
     assert place(tmp_path, CPU, quick=False).name == today.name.replace("-quick", "")
     mine.unlink()
@@ -422,7 +425,7 @@ def test_a_row_is_on_disk_before_the_next_begins(tmp_path: Path) -> None:
         (["cnn4-n20-b10", "--growth", "--samples", "4", "--rounds", "2"], "so --samples, --rounds, cnn4-n20-b10 would"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_measured(arguments: list[str], says: str, tmp_path: Path) -> None:
+def test_mistakes_are_errors_before_anything_is_measured(arguments: list[str], says: str, tmp_path: Path) -> None:
     result = call("--device", "cpu", "--out", tmp_path / "none.json", *arguments)
     assert result.exit_code == 2
     assert says in " ".join(result.output.split())
@@ -430,14 +433,14 @@ def test_mistakes_are_told_before_anything_is_measured(arguments: list[str], say
 
 
 def test_results_of_another_machine_or_kind_are_not_mixed(measured: Path, tmp_path: Path) -> None:
-    held = json.loads(measured.read_text())
+    stored = json.loads(measured.read_text())
     other = tmp_path / "other.json"
     for path, words, change in (
         (other, TINY, {"device": "another"}),
         (other, TINY, {"cores": 1024}),
         (measured, TINY[:-1], {}),
     ):
-        other.write_text(json.dumps({**held, "machine": {**held["machine"], **change}}))
+        other.write_text(json.dumps({**stored, "machine": {**stored["machine"], **change}}))
         result = call("cnn4-n20-b10", *words, "--out", path)
         assert result.exit_code == 2
         assert "results of another kind" in result.output
@@ -464,7 +467,7 @@ def test_workloads_have_the_papers_sizes() -> None:
     alexnet = WORKLOADS["alexnet-bn-n4-b32"]
     assert alexnet.sizes(32) == [(32, 8), (32, 8), (32, 8), (32, 8)]
     assert alexnet.sizes(None)[2] == (125, 32)
-    assert most_images(alexnet, torch.device("cuda"), quick=False, samples=None) is None
+    assert max_images(alexnet, torch.device("cuda"), quick=False, samples=None) is None
 
 
 def test_clients_are_the_same_every_time() -> None:
@@ -488,7 +491,7 @@ def test_engines_that_are_not_there_are_named() -> None:
 def test_traffic_of_a_step_that_can_be_counted_by_hand() -> None:
     """y = a @ b and y += 1 on [8, 8] floats: a, b and y are read, y is written, read and written again."""
     a = torch.ones(8, 8)
-    with roofline.Traffic() as seen:
+    with roofline.TrafficCounter() as seen:
         y = a @ a.T
         y += 1
         y.view(64)
@@ -499,13 +502,14 @@ def test_roofline_counts_the_plain_step() -> None:
     counts = roofline.count(roofline.make_step(SMALL["fedavg"], CPU, 4), CPU)
     double = roofline.count(roofline.make_step(SMALL["fedavg"], CPU, 8), CPU)
     assert double["flops"] == 2 * counts["flops"]
-    assert counts["bytes"] < double["bytes"] < 2 * counts["bytes"]  # weights are moved once a step
+    assert counts["bytes"] < double["bytes"] < 2 * counts["bytes"]  # weights are moved once per step
     convs = 2 * 4 * (12 * 12 * 32 * 75 + 2 * 2 * 64 * 800)  # forward, of two convolutions on 16 x 16 images
     linears = 2 * 4 * (64 * 512 + 512 * 4)
     assert convs + linears < counts["flops"] <= 3 * (convs + linears)
     assert counts["kernels"] is None
 
 
+@pytest.mark.slow
 def test_growth_is_measured_once_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growth, "points", lambda quick: iter([("clients", "half take part", dict(POINT))]))
     path = tmp_path / "grown.json"
@@ -523,6 +527,7 @@ def test_growth_is_measured_once_and_drawn(tmp_path: Path, monkeypatch: pytest.M
     assert "pip install 'fedprism[report]'" in call("--growth", "--device", "cpu", "--out", path).output
 
 
+@pytest.mark.slow
 def test_a_point_that_fails_is_noted_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that dies without a word, one that says why, and one that is all right."""
     path, python = tmp_path / "grown.json", tmp_path / "python"
@@ -542,18 +547,18 @@ def test_a_point_that_fails_is_noted_and_tried_again(tmp_path: Path, monkeypatch
     good, bad = json.loads(path.read_text())["growth"]
     assert good["round_seconds"] > 0
     assert "failed" not in good
-    told = "6 clients, participation 0.5, no-such could not be measured; the process ended with 1: "
-    assert bad["failed"].startswith(told)
+    reason = "6 clients, participation 0.5, no-such could not be measured; the process ended with 1: "
+    assert bad["failed"].startswith(reason)
     assert "unknown model" in bad["failed"]
-    assert told in path.with_suffix(".md").read_text()
+    assert reason in path.with_suffix(".md").read_text()
 
 
-def test_every_point_of_growth_is_told_apart() -> None:
+def test_every_point_of_growth_has_its_own_label() -> None:
     for quick in (True, False):
         for curve in growth.CURVES:
             points = [(series, settings) for each, series, settings in growth.points(quick) if each == curve]
-            told = [f"{series}: {growth._told(settings)}" for series, settings in points]
-            assert len(told) == len(set(told)) > 1
+            labels = [f"{series}: {growth._describe(settings)}" for series, settings in points]
+            assert len(labels) == len(set(labels)) > 1
 
 
 @pytest.mark.parametrize("state", ["memory", "disk"])
@@ -583,6 +588,7 @@ def test_growth_is_drawn(tmp_path: Path) -> None:
     assert text.startswith("<?xml")
 
 
+@pytest.mark.slow
 def test_independent_processes_train_and_end() -> None:
     before = set(children())
     several = workers.Independent(4, 1)
@@ -602,6 +608,7 @@ def test_share_of_independent_processes() -> None:
     assert workers.share(results[:2], ("one", "two", "alone")) is None
 
 
+@pytest.mark.slow
 def test_options_stand_beside_their_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     formats = {name: {"engine": "inprocess", "memory_format": name} for name in ("contiguous", "channels_last")}
     assert engines.option_groups(CPU)["memory_format"] == formats

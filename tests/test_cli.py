@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +18,14 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from fedprism.cli import DEMO_METHODS, app
+from fedprism.cli import app
+from fedprism.cli.train import DEMO_METHODS
 from fedprism.config import Config, structure
 from fedprism.methods import METHODS
 from fedprism.records import RunDirectory, read_run
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "digits-skew.yaml"
-COMMANDS = ("demo", "run", "compare", "resume", "show", "list", "explain", "bench")
+COMMANDS = ("demo", "run", "compare", "resume", "show", "list", "explain", "check", "bench")
 IDEAS = ["global", "fine-tuning", "split", "two models", "regularised", "prototypes", "distillation", "mixture"]
 TINY = """
 data: {name: digits-skew, partition: {name: domain, clients: 2}, samples: 20}
@@ -31,7 +35,7 @@ run: {device: cpu}
 """
 
 FAILING = '''
-"""A method that cannot do what it was told, and one that is interrupted once."""
+"""A method that fails, and one that is interrupted once."""
 from dataclasses import dataclass
 from pathlib import Path
 from fedprism.errors import ConfigError
@@ -40,18 +44,33 @@ from fedprism.methods.base import Method
 @dataclass(frozen=True)
 class Fails(Method):
     id = "fails"
-    def passes(self, me, now):
+    def passes(self, client, ctx):
         raise ConfigError("it cannot work like this.")
 
 @dataclass(frozen=True)
 class Stops(Method):
     id = "stops"
-    def passes(self, me, now):
+    def passes(self, client, ctx):
         flag = Path(__file__).with_name("stopped")
-        if now.round == 1 and not flag.exists():
+        if ctx.round == 1 and not flag.exists():
             flag.touch()
             raise KeyboardInterrupt
-        return super().passes(me, now)
+        return super().passes(client, ctx)
+'''
+
+OTHER = '''
+"""A method of another package."""
+
+from dataclasses import dataclass
+from fedprism.methods.base import Method
+
+@dataclass(frozen=True)
+class Other(Method):
+    id = "other"
+    group = "split"
+    stays = "the tail"
+    paper = "Somebody et al., Another Method, 2026"
+    lam: float = 1.0
 '''
 
 
@@ -80,7 +99,7 @@ def call(*arguments: Any) -> Any:
     return CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(argument) for argument in arguments])
 
 
-def said(result: Any) -> str:
+def output_of(result: Any) -> str:
     """What was printed, as one line."""
     return " ".join(result.output.split())
 
@@ -168,15 +187,15 @@ def test_list_of_something_else() -> None:
 def test_explain() -> None:
     result = call("explain", "ditto", "--model", "mlp", "--image-size", "8")
     assert result.exit_code == 0
-    assert "Fair and Robust" in said(result)
-    assert "method.lam 0.1 0 or more weight of the pull" in said(result)
-    assert "bytes) down" in said(result)
-    assert "In the last of 30 rounds" in said(call("explain", "lg-fedavg"))
+    assert "Fair and Robust" in output_of(result)
+    assert "method.lam 0.1 0 or more weight of the pull" in output_of(result)
+    assert "bytes) down" in output_of(result)
+    assert "In the last of 30 rounds" in output_of(call("explain", "lg-fedavg"))
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedfomo", "fedproto", "fedamp", "fedbabu"])
 def test_explain_says_what_others_learn_and_how_new_clients_begin(name: str) -> None:
-    printed = said(call("explain", name, "--model", "mlp", "--image-size", "8"))
+    printed = output_of(call("explain", name, "--model", "mlp", "--image-size", "8"))
     assert f"others learn {METHODS[name].reveals}" in printed
     assert f"new clients {METHODS[name].newcomers}" in printed
 
@@ -184,7 +203,7 @@ def test_explain_says_what_others_learn_and_how_new_clients_begin(name: str) -> 
 def test_explain_unknown_method() -> None:
     result = call("explain", "fedavgg")
     assert result.exit_code == 2
-    assert "Did you mean 'fedavg'?" in said(result)
+    assert "Did you mean 'fedavg'?" in output_of(result)
     assert "Traceback" not in result.output
 
 
@@ -218,11 +237,11 @@ def test_run_writes_where_the_configuration_says(here: Path) -> None:
     path = here / "runs" / "tiny" / "fedprox-0"
     assert read_run(path).config.train.rounds == 1
     assert "fedprox: 1 rounds, " in result.output
-    assert "Test accuracy at each method's own moment (received)" in said(result)
+    assert "Test accuracy at each method's own moment (received)" in output_of(result)
     assert "fedprism show runs/tiny/fedprox-0" in result.output
     again = call("run", "tiny.yaml", "--set", "train.rounds=1")
     assert again.exit_code == 2
-    assert "fedprism resume" in said(again)
+    assert "fedprism resume" in output_of(again)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +266,7 @@ def test_run_writes_where_the_configuration_says(here: Path) -> None:
 def test_mistakes_are_one_message_and_exit_code_2(here: Path, arguments: Sequence[str], message: str) -> None:
     result = call(*arguments)
     assert result.exit_code == 2
-    assert message in said(result)
+    assert message in output_of(result)
     assert "Traceback" not in result.output
     assert result.output.startswith("error: ")
 
@@ -270,19 +289,19 @@ def test_interrupted_and_resumed(here: Path) -> None:
     recorded = len(read_run(here / "mine").rounds) - 1
     result = call("resume", "mine")
     assert result.exit_code == 0, result.output
-    assert f"mine goes on after round {recorded} of 2." in said(result)
+    assert f"mine goes on after round {recorded} of 2." in output_of(result)
     assert len(read_run(here / "mine").rounds) == 3
     again = call("resume", "mine")
     assert again.exit_code == 0
-    assert "mine has already finished" in said(again)
+    assert "mine has already finished" in output_of(again)
 
 
 def test_a_locked_run_is_left_alone(here: Path, compared: Path) -> None:
     with RunDirectory.open(compared / "fedavg-0", write=True):
         result = call("resume", compared / "fedavg-0")
     assert result.exit_code == 2
-    assert "another process" in said(result)
-    assert "goes on after" not in said(result)
+    assert "another process" in output_of(result)
+    assert "goes on after" not in output_of(result)
 
 
 # --- compare and show ------------------------------------------------------------------------------------------------
@@ -317,8 +336,8 @@ def test_compare_goes_on_after_a_failure(here: Path) -> None:
     (here / "own.py").write_text(FAILING)
     result = call("compare", "tiny.yaml", "--methods", "own.py:Fails,local", "--set", "train.rounds=1")
     assert result.exit_code == 1
-    assert "fails with seed 0 failed: it cannot work like this." in said(result)
-    assert "1 of 2 runs failed" in said(result)
+    assert "fails with seed 0 failed: it cannot work like this." in output_of(result)
+    assert "1 of 2 runs failed" in output_of(result)
     assert [row["method"] for row in rows(here / "runs" / "tiny" / "comparison.csv")] == ["local"]
 
 
@@ -327,7 +346,7 @@ def test_compare_resumes_after_an_interrupt(here: Path) -> None:
     command = ("compare", "tiny.yaml", "--methods", "local,own.py:Stops")
     result = call(*command)
     assert result.exit_code == 130
-    assert "The same command goes on" in said(result)
+    assert "The same command goes on" in output_of(result)
     result = call(*command)
     assert result.exit_code == 0, result.output
     assert "local:" not in result.output  # was finished before
@@ -345,38 +364,38 @@ def test_show_formats_and_protocols(compared: Path) -> None:
     assert r"\toprule" in call("show", compared, "--format", "latex").output
     assert "| fedavg |" in call("show", compared, "--format", "markdown").output
     assert "<table>" in call("show", compared, "--format", "html").output
-    assert "after local training, last round" in said(call("show", compared, "--protocol", "trained,last"))
-    assert "optimistic" in said(call("show", compared, "--protocol", "best-test"))
+    assert "after local training, last round" in output_of(call("show", compared, "--protocol", "trained,last"))
+    assert "optimistic" in output_of(call("show", compared, "--protocol", "best-test"))
 
 
-def test_show_tells_of_a_bad_folder_and_shows_the_others(compared: Path, tmp_path: Path) -> None:
+def test_show_names_a_bad_folder_and_shows_the_others(compared: Path, tmp_path: Path) -> None:
     shutil.copytree(compared / "local-0", tmp_path / "good" / "local-0")
     shutil.copytree(compared / "local-0", tmp_path / "bad" / "local-0")
     info = json.loads((tmp_path / "bad" / "local-0" / "run.json").read_text())
     (tmp_path / "bad" / "local-0" / "run.json").write_text(json.dumps({**info, "format": 99}))
     result = call("show", tmp_path)
     assert result.exit_code == 2
-    assert "format 99" in said(result)
-    assert "Test accuracy" in said(result)
+    assert "format 99" in output_of(result)
+    assert "Test accuracy" in output_of(result)
 
 
-def test_show_tells_what_is_inside_a_single_run(here: Path, compared: Path) -> None:
+def test_show_prints_the_diagnostics_of_a_single_run(here: Path, compared: Path) -> None:
     assert call("run", "tiny.yaml", "--method", "fed-co2", "--out", "two/fed-co2-0").exit_code == 0
     result = call("show", "two")
     table, heading, inside = result.output.partition("inside the method")
     assert heading
     assert "Test accuracy" in table
     tests = read_run(here / "two" / "fed-co2-0").rounds[-1].scores["received"]["test"]
-    for client, score in tests.items():
-        percents = [f"{100 * right / score.total:.1f}" for right in (*score.paths.values(), score.correct)]
-        assert [client, *percents] in [line.split() for line in inside.splitlines()]
+    for client_id, score in tests.items():
+        percents = [f"{100 * right / score.total:.1f}" for right in (*score.branches.values(), score.correct)]
+        assert [client_id, *percents] in [line.split() for line in inside.splitlines()]
     alone = call("show", "two", "--protocol", "received,last,path=offline")
-    shares = [f"{100 * score.paths['offline'] / score.total:.1f}" for score in tests.values()]
+    shares = [f"{100 * score.branches['offline'] / score.total:.1f}" for score in tests.values()]
     assert ["fed-co2", *shares] in [line.split()[:3] for line in alone.output.splitlines()]
-    assert "of the path offline by itself, as received from the server, last round" in said(alone)
+    assert "of the path offline by itself, as received from the server, last round" in output_of(alone)
     wrong = call("show", "two", "--protocol", "path=ofline")
     assert wrong.exit_code == 2
-    assert "Did you mean 'offline'? Known: offline, online." in said(wrong)
+    assert "Did you mean 'offline'? Known: offline, online." in output_of(wrong)
     assert "inside" not in call("show", "two", "--format", "markdown").output
     assert "inside" not in call("show", compared / "fedavg-0").output  # shows nothing
     again = ("run", "tiny.yaml", "--method", "fed-co2", "--set", "seed=1", "--out", "two/fed-co2-1")
@@ -391,7 +410,7 @@ def test_show_writes_a_page(compared: Path, tmp_path: Path) -> None:
     shutil.copytree(compared / "local-0", tmp_path / "other" / "local-0")
     two = call("show", compared, tmp_path / "other", "--report", tmp_path / "page.html")
     assert two.exit_code == 2
-    assert "2 folders" in said(two)
+    assert "2 folders" in output_of(two)
 
 
 # --- demo and example ------------------------------------------------------------------------------------------------
@@ -406,7 +425,7 @@ def test_demo_twice(here: Path) -> None:
     assert all(method in page for method in DEMO_METHODS)
     (here / "demo" / "runs" / "mine").mkdir()
     with RunDirectory.open(here / "demo" / "runs" / "local-0", write=True):
-        assert "another demo is writing" in said(call("demo", "--rounds", "1"))
+        assert "another demo is writing" in output_of(call("demo", "--rounds", "1"))
     result = call("demo", "--rounds", "2")  # another configuration: the demo's own runs are replaced
     assert result.exit_code == 0, result.output
     assert read_run(here / "demo" / "runs" / "ditto-0").config.train.rounds == 2
@@ -418,7 +437,7 @@ def test_demo_leaves_other_peoples_folders_alone(here: Path) -> None:
     (here / "demo" / "runs" / "thesis.txt").write_text("years of work")
     result = call("demo", "--quick")
     assert result.exit_code == 2
-    assert "choose another --out" in said(result)
+    assert "choose another --out" in output_of(result)
     assert (here / "demo" / "runs" / "thesis.txt").read_text() == "years of work"
 
 
@@ -458,7 +477,7 @@ def test_a_bug_in_one_method_does_not_end_a_comparison(here: Path) -> None:
 
 
 @pytest.mark.filterwarnings("default::UserWarning")
-def test_failures_and_other_settings_are_told_under_the_table(here: Path) -> None:
+def test_failures_and_other_settings_are_noted_under_the_table(here: Path) -> None:
     short = ("--set", "train.rounds=1")
     assert call("run", "tiny.yaml", "--method", "local", *short, "--out", "g/local-0").exit_code == 0
     lost = ("--set", "clients.dropout=1.0")
@@ -469,6 +488,7 @@ def test_failures_and_other_settings_are_told_under_the_table(here: Path) -> Non
     assert "Gain" not in shown
 
 
+@pytest.mark.slow
 def test_the_examples_of_explain_work() -> None:
     text = call("explain", "--help").output
     examples = re.findall(r"^\s*fedprism (explain .*?)\s*$", text, flags=re.MULTILINE)
@@ -476,3 +496,27 @@ def test_the_examples_of_explain_work() -> None:
     for example in examples:
         result = call(*shlex.split(example), "--image-size", "16")
         assert result.exit_code == 0, (example, result.output)
+
+
+def test_list_names_the_methods_of_installed_packages(tmp_path: Path) -> None:
+    """A real package: one method that can be loaded, and one that cannot."""
+    (tmp_path / "other.py").write_text(OTHER)
+    info = tmp_path / "other-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[fedprism.methods]\nother = other:Other\ngone = other:Gone\n")
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-m", "fedprism", "list", "methods"],
+        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = done.stdout.splitlines()
+    (row,) = [line for line in rows if "other" in line]
+    assert row.split() == ["other", "the", "tail", "7", "Somebody", "et", "al.,", "2026"]
+    begin = {idea: next(i for i, line in enumerate(rows) if line.startswith(idea)) for idea in ("split", "two models")}
+    assert begin["split"] < rows.index(row) < begin["two models"]
+    assert f"{len(list(METHODS)) + 1} methods" in done.stdout
+    assert "warning: the installed method 'gone' cannot be loaded" in " ".join(done.stderr.split())

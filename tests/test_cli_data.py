@@ -30,10 +30,10 @@ from fedprism.config import SPLITS, DataConfig
 from fedprism.data import DATASETS, Dataset
 from fedprism.data.base import Level
 from fedprism.data.sources import NAMES, PACKED, SOURCES, sources_of
-from fedprism.federation import federation
+from fedprism.federation import make_federation
 from fedprism.federation.sheet import HEAD
-from fedprism.report import datasets
-from fedprism.report.inspection import MOST_CLIENTS, Holdings, inspected
+from fedprism.inspection import datasets
+from fedprism.inspection.clients import MOST_CLIENTS, ClientTable, inspect_federation
 
 COMMANDS = ("list", "prepare", "inspect")
 DATA = os.environ.get("FEDPRISM_DATA")
@@ -52,7 +52,7 @@ def call(*arguments: Any, columns: int = 200) -> Any:
     return CliRunner(env={"COLUMNS": str(columns)}).invoke(app, ["data", *map(str, arguments)])
 
 
-def said(result: Any) -> str:
+def output_of(result: Any) -> str:
     """What was printed, as one line."""
     return " ".join(result.output.split())
 
@@ -60,7 +60,7 @@ def said(result: Any) -> str:
 def works(*arguments: Any) -> str:
     result = call(*arguments)
     assert result.exit_code == 0, result.output
-    return said(result)
+    return output_of(result)
 
 
 def lines(path: Path) -> list[dict[str, str]]:
@@ -174,8 +174,8 @@ def test_prepare_of_what_needs_no_files_and_of_nothing() -> None:
     ):
         result = call("prepare", name)
         assert result.exit_code == 2
-        assert f"'{name}'" in said(result)
-        assert why in said(result)
+        assert f"'{name}'" in output_of(result)
+        assert why in output_of(result)
 
 
 def test_a_changed_file_is_refused(served: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_changed_file_is_refused(served: Path) -> None:
     (served / name).write_bytes((served / name).read_bytes()[:-1] + b"?")
     result = call("prepare", "mnist", "--root", "mine")
     assert result.exit_code == 2
-    assert "checksum" in said(result)
+    assert "checksum" in output_of(result)
     assert not (Path("mine") / "mnist" / name).exists()
 
 
@@ -203,12 +203,12 @@ def test_inspect_prints_counts_and_a_sentence() -> None:
 
 def test_inspect_writes_what_it_says(here: Path) -> None:
     assert "images of every client" in works("inspect", "digits-skew", "--out", "look")
-    held = lines(here / "look" / "clients.csv")
-    assert [row["client"] for row in held] == ["plain", "tinted", "textured", "blurred", "rotated"]
-    for row in held:
+    counted = lines(here / "look" / "clients.csv")
+    assert [row["client"] for row in counted] == ["plain", "tinted", "textured", "blurred", "rotated"]
+    for row in counted:
         parts = sum(int(row[part]) for part in ("train", "validation", "test"))
         assert parts == sum(int(row[f"class:{digit}"]) for digit in range(10))
-    assert sum(int(row["class:0"]) for row in held) == 178  # zeros of scikit-learn's digits
+    assert sum(int(row["class:0"]) for row in counted) == 178  # zeros of scikit-learn's digits
     assert Image.open(here / "look" / "bubbles.png").width > 500
     sheet = Image.open(here / "look" / "contact-sheet.png")
     assert sheet.height == HEAD + 5 * 52 + 4
@@ -226,9 +226,9 @@ def test_many_clients_and_classes_are_summarised(here: Path) -> None:
     assert f"{MOST_CLIENTS} of 40 clients, evenly drawn" in shown
     assert "client train validation test classes largest" in shown
     assert f"images of {MOST_CLIENTS} of 40 clients, evenly drawn" in shown
-    held = lines(here / "look" / "clients.csv")
-    assert len(held) == 40  # all of them
-    assert len(held[0]) == 5 + 50
+    counted = lines(here / "look" / "clients.csv")
+    assert len(counted) == 40  # all of them
+    assert len(counted[0]) == 5 + 50
     assert Image.open(here / "look" / "contact-sheet.png").height == MOST_CLIENTS * 52 + 4
 
 
@@ -267,7 +267,7 @@ def on_a_terminal(name: str, columns: int, **settings: Any) -> list[str]:
     """The lines of the table, without rich's colours."""
     out = StringIO()
     terminal = Console(file=out, force_terminal=True, color_system=None, width=columns)
-    terminal.print(Holdings(inspected(federation(name, **settings))))
+    terminal.print(ClientTable(inspect_federation(make_federation(name, **settings))))
     return [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
 
 
@@ -276,7 +276,7 @@ def test_no_number_is_cut_on_a_narrow_terminal(columns: int) -> None:
     name = "synthetic?clients=3,samples=3000,classes=11,label_skew=0.9"
     shown = on_a_terminal(name, columns, image_size=4)
     assert all(len(line) <= columns for line in shown)
-    made = federation(name, image_size=4)
+    made = make_federation(name, image_size=4)
     header, first = shown[0].split(), shown[2].split()
     assert header[:5] == ["client", "train", "validation", "test", "classes"]
     sizes = [f"{len(made.clients['client-0001'].split(part)):,}" for part in ("train", "validation", "test")]
@@ -314,8 +314,8 @@ def test_subclasses_are_counted_where_they_are_dealt(here: Path, monkeypatch: py
     assert "clients and subclasses" in shown
     first, second = lines(here / "look" / "clients.csv")
     for pair in (("shark", "trout"), ("rose", "tulip")):
-        held = [[int(client[f"class:{name}"]) for name in pair] for client in (first, second)]
-        assert sorted(held) == [[0, 29], [29, 0]]
+        counted = [[int(client[f"class:{name}"]) for name in pair] for client in (first, second)]
+        assert sorted(counted) == [[0, 29], [29, 0]]
 
 
 def test_noise_has_a_column(here: Path) -> None:
@@ -339,7 +339,7 @@ def test_inspect_a_folder(here: Path) -> None:
                 Image.new("RGB", (16, 16), (grey, grey, grey + number)).save(path)
     result = call("inspect", here / "sites")
     assert result.exit_code == 2
-    assert f"write folder:{here / 'sites'}" in said(result)
+    assert f"write folder:{here / 'sites'}" in output_of(result)
     shown = works("inspect", "folder:sites", "--out", "look")
     assert "split: test/ of each client, or 0.2 where there is none, validation 0.1" in shown
     assert "north" in shown
@@ -370,10 +370,10 @@ def test_texts_have_no_contact_sheet(here: Path) -> None:
         (("nowhere.yaml",), "there is no configuration at nowhere.yaml"),
     ],
 )
-def test_mistakes_are_told_in_a_line(arguments: tuple[str, ...], why: str) -> None:
+def test_mistakes_are_one_message(arguments: tuple[str, ...], why: str) -> None:
     result = call("inspect", *arguments)
     assert result.exit_code == 2
-    assert why in said(result)
+    assert why in output_of(result)
     assert "Traceback" not in result.output
 
 
@@ -388,8 +388,8 @@ def test_a_folder_that_cannot_be_written(here: Path) -> None:
     (here / "look").write_text("a file")
     result = call("inspect", "cifar10", "--out", "look")
     assert result.exit_code == 2
-    assert "Choose another --out" in said(result)
-    assert "cifar10" not in said(result)
+    assert "Choose another --out" in output_of(result)
+    assert "cifar10" not in output_of(result)
 
 
 def test_files_are_written_though_nobody_reads(here: Path) -> None:

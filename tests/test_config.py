@@ -19,7 +19,7 @@ data: {name: digits-skew, root: null, partition: {name: domain}, split: {validat
   samples: null, public: 0, image_size: auto, normalize: half, augment: none}
 model: {name: lenet-bn, head_layers: 1}
 method: {name: fedprox, mu: 0.1}
-train: {rounds: 30, epochs: 1, batch: 32, last_batch: keep,
+train: {rounds: 30, epochs: 1, batch_size: 32, last_batch: keep,
   optimizer: {name: sgd, lr: 0.05, momentum: 0.5, weight_decay: 0}, schedule: none, clip: null, bn: method}
 server: {optimizer: none, lr: 1.0}
 clients: {participation: 1.0, dropout: 0.0, weighting: method, broadcast: method, train: method, state: memory}
@@ -69,7 +69,7 @@ def test_writing_and_reading_loses_nothing(raw: dict[str, Any], tmp_path: Path) 
         ({"train": {"optimizer": {"lr": -1}}}, "train.optimizer.lr is -1.0; expected above 0"),
         ({"train": {"bn": "lokal"}}, "Did you mean 'local'?"),
         ({"train": 3}, "@ train"),
-        ({"model": {"name": "mlp", "per_client": ["mlp"]}}, "the model 'mlp' stands beside per_client"),
+        ({"model": {"name": "mlp", "per_client": ["mlp"]}}, "model.name 'mlp' and model.per_client are both set"),
         ({"clients": {"participation": 0}}, "expected above 0 to 1, or [lo, hi]"),
         ({"clients": {"participation": [0.9, 0.1]}}, "clients.participation is (0.9, 0.1)"),
         ({"clients": {"participation": [0.1, 0.2, 0.3]}}, "clients.participation"),
@@ -110,7 +110,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no configuration at"):
         read(tmp_path / "none.yaml")
     (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
-    with pytest.raises(ConfigError, match="holds list"):
+    with pytest.raises(ConfigError, match="contains a list"):
         read(tmp_path / "list.yaml")
     (tmp_path / "broken.yaml").write_text("a: [1")
     with pytest.raises(ConfigError, match="cannot be read as YAML"):
@@ -139,7 +139,7 @@ def test_every_key_says_what_it_means(section: type) -> None:
 def test_settings_of_a_method_have_lines_of_their_own() -> None:
     config = Config(method=Named("fedcp", {"lam": 1.0, "without": ["cpn", "gh"]}))
     text = commented(config, {"lam": "weight\n    of it", "without": ""})
-    assert "\nmethod:\n  name: fedcp  # `fedprism list" in text
+    assert "\nmethod:\n  name: fedcp  # a name in `fedprism list" in text
     assert "\n  lam: 1.0  # weight of it\n  without: [cpn, gh]\n" in text
     assert structure(yaml.safe_load(text), Config) == config
 

@@ -12,17 +12,17 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from fedprism.config import Config, structure
-from fedprism.engines.client import Job, Result, client_evaluate, client_receive, client_round, open_slot
-from fedprism.engines.passes import inputs
 from fedprism.federation import Federation
-from fedprism.methods.base import Me, Method, Net, State, leaves, load, no_draw
-from fedprism.methods.collecting import of, owner
+from fedprism.methods.base import Client, Method, Net, State, leaves, load, no_draw
+from fedprism.methods.collecting import client_key, owner
 from fedprism.methods.copa import COPA, under
 from fedprism.methods.fedavg import FedAvg
 from fedprism.methods.fedper import FedPer
 from fedprism.methods.local import Local
-from tests.helpers import loop_for, same
-from tests.test_limit_cases import Trained, assert_differ, config_of, part, train
+from fedprism.round.client import Job, client_evaluate, client_receive, client_round, open_slot
+from fedprism.round.engine import Result
+from fedprism.round.training import model_inputs
+from tests.harness import Trained, assert_differ, config_of, loop_for, part, same, train
 
 DEEP = {"name": "lenet-bn", "head_layers": 2}  # with batch norm in the head
 
@@ -33,27 +33,26 @@ def run(tiny: Federation) -> Trained:
 
 
 @pytest.fixture
-def slot(run: Trained, tiny: Federation) -> Me:
-    """A member's slot as it is when the fourth round begins to train."""
-    me = open_slot(Job(run.loop.method, run.loop.config, run.loop.info, tiny.clients["tinted"], 3))
-    load(me.model, received(run, "tinted", tiny))
+def client(run: Trained, tiny: Federation) -> Client:
+    """A member as it is when the fourth round begins to train."""
+    client = open_slot(Job(run.loop.method, run.loop.config, run.loop.info, tiny.clients["tinted"], 3))
+    load(client.model, received(run, "tinted", tiny))
     with torch.no_grad():
-        run.loop.method.start(me, run.loop.now(3))
-    return me
+        run.loop.method.start(client, run.loop.context(3))
+    return client
 
 
-def received(run: Trained, client: str, federation: Federation) -> State:
-    """A client's state with the server's newest."""
+def received(run: Trained, client_id: str, federation: Federation) -> State:
+    """A client's state once it has received the server's newest."""
     loop = run.loop
-    down = loop.method.send(loop.server, client, replace(loop.now(3), client=client))
-    return client_receive(
-        Job(loop.method, loop.config, loop.info, federation.clients[client], 3), run.states[client], down
-    )
+    download = loop.method.send(loop.server, client_id, loop.context(3).replace(client_id=client_id))
+    job = Job(loop.method, loop.config, loop.info, federation.clients[client_id], 3)
+    return client_receive(job, run.states[client_id], download)
 
 
-def images(run: Trained, federation: Federation, client: str = "tinted") -> tuple[Tensor, Tensor]:
-    data = federation.clients[client].test
-    return inputs(data.x, run.loop.config), data.y
+def images(run: Trained, federation: Federation, client_id: str = "tinted") -> tuple[Tensor, Tensor]:
+    data = federation.clients[client_id].test
+    return model_inputs(data.x, run.loop.config), data.y
 
 
 def heads_of(model: Net) -> list[State]:
@@ -77,50 +76,50 @@ def test_one_client_is_alone(method: Method, tiny: Federation) -> None:
 def test_without_the_others_heads_it_trains_as_fedper(tiny: Federation) -> None:
     uniform: dict[str, Any] = {"clients": {"weighting": "uniform"}}
     free, own, joint = train(COPA(weight=0.0), tiny), train(FedPer(), tiny, **uniform), train(COPA(), tiny)
-    for client, state in free.states.items():
-        assert same(part(state, "net."), own.states[client])
+    for client_id, state in free.states.items():
+        assert same(part(state, "net."), own.states[client_id])
     assert_differ(joint, free)
-    own_head = [record.scores["received"]["test"]["plain"].paths["own"] for record in free.seen.records[1:]]
+    own_head = [record.scores["received"]["test"]["plain"].branches["own"] for record in free.seen.records[1:]]
     assert own_head == [record.scores["received"]["test"]["plain"].correct for record in own.seen.records[1:]]
 
 
 # --- the loss --------------------------------------------------------------------------------------------------------
 
 
-def test_the_loss_is_the_sum_over_all_heads(slot: Me, run: Trained, tiny: Federation) -> None:
-    (x, y), z, expected = images(run, tiny), None, torch.zeros(())
-    slot.model.train()
-    z = slot.model.net.body(x)
-    foreign = [head for client, head in zip(tiny.names, heads_of(slot.model), strict=True) if client != "tinted"]
+def test_the_loss_is_the_sum_over_all_heads(client: Client, run: Trained, tiny: Federation) -> None:
+    (x, y), expected = images(run, tiny), torch.zeros(())
+    client.model.train()
+    z = client.model.net.body(x)
+    foreign = [head for c, head in zip(tiny.names, heads_of(client.model), strict=True) if c != "tinted"]
     assert len(foreign) == 2
     for state in foreign:
-        expected = expected + cross_entropy(functional_call(slot["head"], state, (z,)), y)
-    torch.testing.assert_close(COPA().loss(slot, x, y), cross_entropy(slot.model.net.head(z), y) + expected)
+        expected = expected + cross_entropy(functional_call(client["head"], state, (z,)), y)
+    torch.testing.assert_close(COPA().loss(client, x, y), cross_entropy(client.model.net.head(z), y) + expected)
 
 
-def test_gradients_reach_the_body_alone(slot: Me, run: Trained, tiny: Federation) -> None:
+def test_gradients_reach_the_body_alone(client: Client, run: Trained, tiny: Federation) -> None:
     """Of the term that the heads of others add: own head and other heads have none of it."""
     x, y = images(run, tiny)
-    slot.model.train()
+    client.model.train()
     grads = []
     for weight in (1.0, 0.0):
-        slot.model.zero_grad()
-        COPA(weight=weight).loss(slot, x, y).backward()
-        grads.append({n: p.grad.clone() for n, p in slot.model.named_parameters() if p.grad is not None})
+        client.model.zero_grad()
+        COPA(weight=weight).loss(client, x, y).backward()
+        grads.append({n: p.grad.clone() for n, p in client.model.named_parameters() if p.grad is not None})
     joint, alone = grads
-    assert joint.keys() == alone.keys() == dict(slot.model.named_parameters()).keys()
+    assert joint.keys() == alone.keys() == dict(client.model.named_parameters()).keys()
     for name in joint:
         assert torch.equal(joint[name], alone[name]) == name.startswith("net.head."), name
-    assert all(p.grad is None and not p.requires_grad for p in slot["head"].parameters())
-    assert not any(t.requires_grad for t in slot.model.heads.tensors().values())
+    assert all(p.grad is None and not p.requires_grad for p in client["head"].parameters())
+    assert not any(t.requires_grad for t in client.model.heads.tensors().values())
 
 
 def test_other_heads_do_not_move(run: Trained, tiny: Federation) -> None:
     before, loop = received(run, "tinted", tiny), run.loop
-    down = loop.method.send(loop.server, "tinted", replace(loop.now(3), client="tinted"))
-    assert {owner(n) for n in down} == {None, "plain", "textured"}
+    download = loop.method.send(loop.server, "tinted", loop.context(3).replace(client_id="tinted"))
+    assert {owner(n) for n in download} == {None, "plain", "textured"}
     job = Job(loop.method, loop.config, loop.info, tiny.clients["tinted"], 3)
-    after = client_round(job, run.states["tinted"], down)
+    after = client_round(job, run.states["tinted"], download)
     assert isinstance(after, Result)
     assert same(part(after.state, "heads."), part(before, "heads."))
     assert not same(part(after.state, "net.head."), part(before, "net.head."))
@@ -128,9 +127,9 @@ def test_other_heads_do_not_move(run: Trained, tiny: Federation) -> None:
 
 
 def test_everybody_has_the_heads_that_others_sent(run: Trained, tiny: Federation) -> None:
-    for client in tiny.names:
-        model = open_slot(Job(COPA(), run.loop.config, run.loop.info, tiny.clients[client], 3)).model
-        load(model, received(run, client, tiny))
+    for client_id in tiny.names:
+        model = open_slot(Job(COPA(), run.loop.config, run.loop.info, tiny.clients[client_id], 3)).model
+        load(model, received(run, client_id, tiny))
         for other, head in zip(tiny.names, heads_of(model), strict=True):
             assert same(head, part(run.states[other], "net.head."))
 
@@ -143,9 +142,9 @@ def test_the_prediction_is_the_mean_over_all_heads(ensemble: Any, run: Trained, 
     """The same at every client, and of its three heads each counts once."""
     x, _ = images(run, tiny)
     found = []
-    for client in tiny.names:
-        model: Net = open_slot(Job(COPA(), run.loop.config, run.loop.info, tiny.clients[client], 3)).model
-        load(model, received(run, client, tiny))
+    for client_id in tiny.names:
+        model: Net = open_slot(Job(COPA(), run.loop.config, run.loop.info, tiny.clients[client_id], 3)).model
+        load(model, received(run, client_id, tiny))
         model.eval()
         with torch.no_grad():
             z = model.net.body(x)
@@ -180,8 +179,8 @@ def test_equal_heads_are_one_head(ensemble: Any, tiny: Federation) -> None:
 def test_the_global_model_is_what_everybody_receives(tiny: Federation) -> None:
     joint = train(COPA(), tiny, evaluate={"moments": ["received", "global"]})
     for record in joint.seen.records:
-        for client in tiny.names:
-            a, b = (record.scores[moment]["test"][client] for moment in ("received", "global"))
+        for client_id in tiny.names:
+            a, b = (record.scores[moment]["test"][client_id] for moment in ("received", "global"))
             assert (a.correct, a.loss) == (b.correct, b.loss)
 
 
@@ -193,9 +192,9 @@ def test_heads_travel_whole_and_are_not_averaged(bn: str, tiny: Federation) -> N
     joint = train(COPA(), tiny, model=DEEP, train={"bn": bn})
     head = leaves.tensors(joint.loop.info.arch.hollow().head)
     assert any("running_mean" in leaf for leaf in head)
-    for client in tiny.names:
-        sent = {leaf: joint.server[of(client, f"net.head.{leaf}")] for leaf in head}
-        assert same(sent, part(joint.states[client], "net.head."))
+    for client_id in tiny.names:
+        sent = {leaf: joint.server[client_key(client_id, f"net.head.{leaf}")] for leaf in head}
+        assert same(sent, part(joint.states[client_id], "net.head."))
     averaged = [name for name in joint.server if owner(name) is None]
     assert any(".bn" in name for name in averaged) == (bn == "shared")
     assert all(name.startswith("net.body.") for name in averaged)
@@ -206,22 +205,20 @@ def test_who_comes_later_predicts_with_the_heads_it_was_sent(name: str | None, r
     """Its own head counts from its first training on."""
     loop, method = run.loop, run.loop.method
     info, data = replace(loop.info, later=("new",)), replace(tiny.clients["textured"], name="new")
-    down = method.send(loop.server, name, replace(loop.now(3), info=info, client=name))
-    assert {owner(n) for n in down} == {None, *tiny.names}
-    raw = {"model": DEEP, "train": {"rounds": 3, "batch": 16}, "evaluate": {"moments": ["received", "adapted"]}}
+    download = method.send(loop.server, name, loop.context(3).replace(info=info, client_id=name))
+    assert {owner(n) for n in download} == {None, *tiny.names}
+    raw = {"model": DEEP, "train": {"rounds": 3, "batch_size": 16}, "evaluate": {"moments": ["received", "adapted"]}}
     job = Job(method, structure(raw, Config), info, data, 3)
-    scores = client_evaluate(job, None, down)
-    member = client_evaluate(
-        replace(job, data=tiny.clients["textured"], info=loop.info),
-        run.states["textured"],
-        method.send(loop.server, "textured", replace(loop.now(3), client="textured")),
-    )
+    scores = client_evaluate(job, None, download)
+    of_member = method.send(loop.server, "textured", loop.context(3).replace(client_id="textured"))
+    member_job = replace(job, data=tiny.clients["textured"], info=loop.info)
+    member = client_evaluate(member_job, run.states["textured"], of_member)
     assert scores["received"]["test"].loss == pytest.approx(member["received"]["test"].loss, rel=1e-5)
     assert scores["adapted"]["test"].loss < scores["received"]["test"].loss
-    first = client_round(job, None, down)
+    first = client_round(job, None, download)
     assert isinstance(first, Result)
     assert first.state["votes"].tolist() == [1.0] * 4
-    assert client_receive(job, None, down)["votes"].tolist() == [1.0, 1.0, 1.0, 0.0]
-    second = client_round(replace(job, round=4), first.state, down)
+    assert client_receive(job, None, download)["votes"].tolist() == [1.0, 1.0, 1.0, 0.0]
+    second = client_round(replace(job, round=4), first.state, download)
     assert isinstance(second, Result)
     assert not same(part(second.state, "net.head."), part(first.state, "net.head."))

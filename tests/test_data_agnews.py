@@ -87,8 +87,12 @@ def test_tokens(given: str, expected: list[str]) -> None:
 def test_the_vocabulary_is_ordered_by_frequency_then_alphabet() -> None:
     texts = ["b a b", "c a b", "d"]
     assert text.vocabulary(texts) == ["b", "a", "c", "d"]
-    assert text.vocabulary(texts, most=4) == ["b", "a"]  # and padding, and unknown
-    assert text.vocabulary(texts, most=6) == text.vocabulary(texts, most=None) == text.vocabulary(texts, most=100)
+    assert text.vocabulary(texts, max_tokens=4) == ["b", "a"]  # and padding, and unknown
+    assert (
+        text.vocabulary(texts, max_tokens=6)
+        == text.vocabulary(texts, max_tokens=None)
+        == text.vocabulary(texts, max_tokens=100)
+    )
 
 
 def test_texts_are_cut_and_filled_up() -> None:
@@ -178,7 +182,7 @@ def test_new_texts_are_encoded_as_the_datasets_own(tmp_path: Path) -> None:
         (written([*TRAIN[:2], (3, "only a title")]), r"line 3: 2 columns; expected 3"),
         (written([*TRAIN[:1], (1, "a", "b", "c")]), r"line 2: 4 columns; expected 3"),
         (written(TRAIN[:2]) + b'"1","caf\xe9","x"\n', r"line 3: not UTF-8 .* save the file as UTF-8"),
-        (written(TRAIN)[:-6], r"the file ends inside a quoted text; it is not whole"),
+        (written(TRAIN)[:-6], r"the file ends inside a quoted text; it is incomplete"),
         (b"", r"train.csv holds no texts"),
         (b"\n", r"line 1: 0 columns"),
         (b"\x00\x01\x02", r"line 1"),
@@ -241,7 +245,7 @@ def test_from_files_to_predictions(tmp_path: Path) -> None:
         {
             "data": {"name": "agnews?length=16", "root": str(root), "partition": {"name": "domain", "clients": 2}},
             "model": "fasttext",
-            "train": {"rounds": 3, "epochs": 10, "batch": 10, "optimizer": {"lr": 0.5}},
+            "train": {"rounds": 3, "epochs": 10, "batch_size": 10, "optimizer": {"lr": 0.5}},
         },
         Config,
     )

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from fedprism.config import DataConfig
-from fedprism.data.cache import Arrays, Store, converted
+from fedprism.data.cache import Arrays, ArrayWriter, converted
 from fedprism.data.places import cache_home, root_of
 from fedprism.errors import ConfigError, DataError
 
@@ -47,17 +47,17 @@ class Counting:
     def __init__(self, source: Path, side: int = 4) -> None:
         self.source, self.side, self.calls = source, side, 0
 
-    def __call__(self, store: Store) -> None:
+    def __call__(self, writer: ArrayWriter) -> None:
         self.calls += 1
         values = np.frombuffer(self.source.read_bytes(), dtype=np.uint8)
-        inputs = store.inputs((len(values), 3, self.side, self.side))
-        with store.progress(len(values)) as step:
+        inputs = writer.inputs((len(values), 3, self.side, self.side))
+        with writer.progress(len(values)) as step:
             for i, value in enumerate(values):
                 inputs[i] = value
                 step()
-        store.columns["labels"] = values % 10
-        store.columns["is_test"] = values > 40
-        store.facts["words"] = ["a", "b"]
+        writer.columns["labels"] = values % 10
+        writer.columns["is_test"] = values > 40
+        writer.facts["words"] = ["a", "b"]
 
     def load(self, version: int = 1, **settings: Any) -> Arrays:
         return converted("numbers", version, [self.source], {"side": self.side, **settings}, self)
@@ -93,8 +93,8 @@ def test_the_second_time_nothing_is_converted(source: Path) -> None:
 
 
 def test_other_kinds_of_inputs(source: Path) -> None:
-    def convert(store: Store) -> None:
-        store.inputs((3, 7), np.int32)[:] = np.arange(21).reshape(3, 7) + 100_000
+    def convert(writer: ArrayWriter) -> None:
+        writer.inputs((3, 7), np.int32)[:] = np.arange(21).reshape(3, 7) + 100_000
 
     arrays = converted("texts", 1, [source], {}, convert)
     assert arrays.inputs.dtype == torch.int32
@@ -143,9 +143,9 @@ def test_data_may_be_moved_but_not_rearranged(tmp_path: Path) -> None:
     calls = []
 
     def load(root: Path) -> Arrays:
-        def convert(store: Store) -> None:
+        def convert(writer: ArrayWriter) -> None:
             calls.append(root)
-            store.inputs((1, 1))
+            writer.inputs((1, 1))
 
         return converted("folders", 1, sorted(path for path in root.rglob("*") if path.is_file()), {}, convert)
 
@@ -167,9 +167,9 @@ def test_without_sources_settings_alone_decide() -> None:
     calls = []
 
     def load(seed: int) -> None:
-        def convert(store: Store) -> None:
+        def convert(writer: ArrayWriter) -> None:
             calls.append(seed)
-            store.inputs((1, 1))[:] = seed
+            writer.inputs((1, 1))[:] = seed
 
         converted("drawn", 1, [], {"seed": seed}, convert)
 
@@ -184,8 +184,8 @@ def test_a_source_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_killed_in_the_middle_leaves_no_half_cache(source: Path, home: Path) -> None:
-    def killed(store: Store) -> None:
-        store.inputs((N, 3, 4, 4))[:20] = 7
+    def killed(writer: ArrayWriter) -> None:
+        writer.inputs((N, 3, 4, 4))[:20] = 7
         os.kill(os.getpid(), signal.SIGKILL)
 
     ended = in_child(lambda: converted("numbers", 1, [source], {"side": 4}, killed) and None)
@@ -240,12 +240,12 @@ def test_two_processes_at_once_convert_once(source: Path, tmp_path: Path) -> Non
             time.sleep(0.01)
 
     def load(name: str) -> None:
-        def convert(store: Store) -> None:
+        def convert(writer: ArrayWriter) -> None:
             with log.open("a") as file:
                 file.write(f"{name}\n")
             (tmp_path / f"{name}-converts").touch()
             wait_for(go)
-            Counting(source)(store)
+            Counting(source)(writer)
 
         (tmp_path / f"{name}-loads").touch()
         arrays = converted("numbers", 1, [source], {"side": 4}, convert)
@@ -301,8 +301,8 @@ def test_a_damaged_cache_is_made_again(source: Path, home: Path, name: str, dama
 
 
 def test_an_error_while_converting_is_the_readers_own_and_leaves_nothing(source: Path, home: Path) -> None:
-    def fails(store: Store) -> None:
-        store.inputs((N, 1))
+    def fails(writer: ArrayWriter) -> None:
+        writer.inputs((N, 1))
         raise DataError("numbers.bin: it is damaged.")
 
     with pytest.raises(DataError, match=r"^numbers\.bin: it is damaged"):
@@ -313,8 +313,8 @@ def test_an_error_while_converting_is_the_readers_own_and_leaves_nothing(source:
 def test_room_on_the_disk_is_taken_at_once(source: Path) -> None:
     """A mapped file without it would end the process by a signal once the disk is full."""
 
-    def convert(store: Store) -> None:
-        taken.append(os.stat(str(store.inputs((1000, 1000)).filename)).st_blocks * 512)
+    def convert(writer: ArrayWriter) -> None:
+        taken.append(os.stat(str(writer.inputs((1000, 1000)).filename)).st_blocks * 512)
 
     taken: list[int] = []
     converted("numbers", 1, [source], {}, convert)
@@ -322,19 +322,19 @@ def test_room_on_the_disk_is_taken_at_once(source: Path) -> None:
 
 
 def test_a_conversion_that_forgets_something_is_told(source: Path, home: Path) -> None:
-    def load(convert: Callable[[Store], None]) -> None:
+    def load(convert: Callable[[ArrayWriter], None]) -> None:
         converted("numbers", 1, [source], {}, convert)
 
-    def short(store: Store) -> None:
-        store.inputs((3, 1))
-        store.columns["labels"] = np.zeros(2, dtype=np.int64)
+    def short(writer: ArrayWriter) -> None:
+        writer.inputs((3, 1))
+        writer.columns["labels"] = np.zeros(2, dtype=np.int64)
 
     with pytest.raises(ValueError, match="has made no inputs"):
-        load(lambda store: None)
+        load(lambda writer: None)
     with pytest.raises(ValueError, match=r"column 'labels' of 'numbers' has shape \(2,\); expected \(3,\)"):
         load(short)
-    with pytest.raises(ValueError, match="with 1 or more everywhere"):
-        load(lambda store: store.inputs((0, 3)) and None)
+    with pytest.raises(ValueError, match="with sizes of 1 or more"):
+        load(lambda writer: writer.inputs((0, 3)) and None)
 
 
 def test_a_cache_that_is_there_needs_no_writing(source: Path, home: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import hashlib
 import io
 import json
 import lzma
@@ -15,10 +14,7 @@ import sys
 import tarfile
 import threading
 import time
-import zipfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,108 +24,9 @@ from fedprism.data import download
 from fedprism.data.archives import half_unpacked, unpack
 from fedprism.data.download import Checksums, byte_bar, digest, fetch
 from fedprism.errors import DataError
+from tests.download_server import DATA, FILES, Server, md5, sha256, tar_of, tree, zip_of
 
-DATA = bytes(range(256)) * 2000
 NOISE = random.Random(0).randbytes(9000)  # cannot be compressed
-
-
-@dataclass
-class Page:
-    """How the server answers for one path."""
-
-    data: bytes = b""
-    cuts: list[int] = field(default_factory=list)  # send so many bytes of each of the first answers, then hang up
-    ranges: bool = True
-    tag: str | None = '"one"'
-    forgets: bool = False  # to send the tag with a part
-    says_length: bool = True
-    status: int = 200
-    kind: str = "application/octet-stream"
-    to: str = ""  # redirect
-    headers: dict[str, str] = field(default_factory=dict)  # more of them, or others
-    busy: int = 0  # answer the first requests with 503
-    hold: threading.Event | None = None  # the first time, wait for it after half of the file
-
-
-@dataclass
-class Server:
-    """A web server on this machine; `seen` are the requests with their headers."""
-
-    address: str
-    pages: dict[str, Page] = field(default_factory=dict)
-    seen: list[tuple[str, dict[str, str]]] = field(default_factory=list)
-
-    def put(self, path: str, data: bytes = DATA, **how: object) -> str:
-        self.pages[path] = Page(data, **how)  # type: ignore[arg-type]
-        return self.address + path
-
-    def ranges(self) -> list[str | None]:
-        return [headers.get("Range") for _, headers in self.seen]
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    made = Server("")
-
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *args: object) -> None:
-            pass
-
-        def do_GET(self) -> None:
-            made.seen.append((self.path, dict(self.headers)))
-            page = made.pages.get(self.path, Page(status=404))
-            if page.busy:
-                page.busy -= 1
-                page = Page(status=503)
-            start, status = 0, page.status
-            wanted = self.headers.get("Range")
-            same = self.headers.get("If-Range", page.tag) == page.tag
-            if wanted and page.ranges and same:
-                start, status = int(wanted.removeprefix("bytes=").removesuffix("-")), 206
-                if start >= len(page.data):
-                    status = 416
-            self.send_response(302 if page.to else status)
-            if page.to:
-                self.send_header("Location", page.to)
-            if status == 206:
-                self.send_header("Content-Range", f"bytes {start}-{len(page.data) - 1}/{len(page.data)}")
-            if status == 416:
-                self.send_header("Content-Range", f"bytes */{len(page.data)}")
-            if page.tag and not (status == 206 and page.forgets):
-                self.send_header("ETag", page.tag)
-            body = page.data[start:] if status in (200, 206) and not page.to else b""
-            self.send_header("Content-Type", page.kind)
-            if page.says_length and "Content-Length" not in page.headers:
-                self.send_header("Content-Length", str(len(body)))
-            for name, value in page.headers.items():
-                self.send_header(name, value)
-            self.end_headers()
-            if page.hold:
-                hold, page.hold = page.hold, None
-                self.wfile.write(body[: len(body) // 2])
-                hold.wait(30)
-            elif page.cuts and body:
-                self.wfile.write(body[: page.cuts.pop(0)])
-            else:
-                self.wfile.write(body)
-
-    web = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    web.daemon_threads = True
-    made.address = f"http://127.0.0.1:{web.server_port}"
-    thread = threading.Thread(target=web.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    yield made
-    web.shutdown()
-    web.server_close()
-
-
-def md5(data: bytes) -> str:
-    return "md5:" + hashlib.md5(data).hexdigest()
-
-
-def sha256(data: bytes) -> str:
-    return "sha256:" + hashlib.sha256(data).hexdigest()
 
 
 def names(folder: Path) -> set[str]:
@@ -405,7 +302,7 @@ def test_a_full_disk(server: Server, tmp_path: Path) -> None:
 
 def test_too_little_room_is_said_before(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="are free"):
-        download._room(tmp_path, 1 << 60, "a.bin")
+        download._check_space(tmp_path, 1 << 60, "a.bin")
 
 
 def test_a_bar_on_terminals_only() -> None:
@@ -444,31 +341,6 @@ def test_damaged_checksums_are_said(tmp_path: Path, text: str) -> None:
 
 # --- unpacking --------------------------------------------------------------------------------------------------------
 
-FILES = {"top/a.txt": b"first", "top/deep/b.txt": b"second" * 100, "c.txt": b""}
-
-
-def tar_of(files: dict[str, bytes], *more: tarfile.TarInfo) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as tar:
-        for name, data in files.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-        for info in more:
-            tar.addfile(info, io.BytesIO(bytes(info.size)))
-    return out.getvalue()
-
-
-def zip_of(files: dict[str, bytes], modes: dict[str, int] | None = None) -> bytes:
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as file:
-        for name, data in files.items():
-            info = zipfile.ZipInfo(name)
-            info.external_attr = (modes or {}).get(name, 0o100644) << 16
-            info.compress_type = zipfile.ZIP_DEFLATED
-            file.writestr(info, data)
-    return out.getvalue()
-
 
 def entry(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", size: int = 0) -> tarfile.TarInfo:
     info = tarfile.TarInfo(name)
@@ -484,15 +356,6 @@ def sparse(**headers: str) -> tarfile.TarInfo:
 
 def flipped(data: bytes, place: int) -> bytes:
     return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    """What a reader sees."""
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file() and not path.name.startswith(".")
-    }
 
 
 PACKERS: dict[str, Callable[[bytes], bytes]] = {
@@ -578,7 +441,7 @@ def test_hostile_and_damaged_archives_leave_nothing(tmp_path: Path, case: str) -
     home.mkdir(parents=True)
     (tmp_path / "archive").write_bytes(data)
     with pytest.raises(DataError, match=why):
-        unpack(tmp_path / "archive", home, most_bytes=1_000_000, most_files=20)
+        unpack(tmp_path / "archive", home, max_bytes=1_000_000, max_files=20)
     assert tree(tmp_path) == {"archive": data}
     assert names(home) == set()
 

@@ -128,7 +128,7 @@ def test_options_are_parsed_and_checked() -> None:
 
 
 def test_a_home_that_nobody_has() -> None:
-    with pytest.raises(ConfigError, match="nobody on this machine has that home"):
+    with pytest.raises(ConfigError, match="no user on this machine has that home"):
         read(Path("~nobody-has-this-name/sites"))
 
 
@@ -199,7 +199,7 @@ def test_a_class_that_nobody_can_train_on_is_named(tmp_path: Path) -> None:
         fill(tmp_path / "a" / "train" / label, 3)
         fill(tmp_path / "a" / "test" / label, 3)
     fill(tmp_path / "a" / "test" / "z", 3)
-    with pytest.raises(DataError, match="no client has images to train on of the classes z"):
+    with pytest.raises(DataError, match="no client has training images of the classes z"):
         read(tmp_path)
 
 

@@ -16,7 +16,7 @@ from fedprism.config import DataConfig
 from fedprism.data import Dataset, load
 from fedprism.data.image_sets import DOMAINNET, DOMAINNET_DOMAINS, OFFICE, PACS, PACS_DOMAINS
 from fedprism.errors import ConfigError, DataError
-from fedprism.federation import federation
+from fedprism.federation import make_federation
 
 OFFICE_DOMAINS = ("amazon", "caltech", "dslr", "webcam")
 
@@ -123,7 +123,7 @@ def test_domains_can_be_chosen_and_only_these_are_needed(tmp_path: Path) -> None
     assert dataset.domain_names == ("amazon", "dslr")
     assert levels(dataset)[0] >= 49
     assert levels(dataset)[20] <= 1
-    with pytest.raises(DataError, match="What is not there is the domain 'caltech'"):
+    with pytest.raises(DataError, match="The domain 'caltech' is missing"):
         read("office-caltech-10", tmp_path)
     with pytest.raises(ConfigError, match="unknown domain 'dlsr'"):
         read("office-caltech-10", tmp_path, domains=("dlsr",))
@@ -150,7 +150,7 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="fedprism data prepare office-caltech-10"):
         read("office-caltech-10", tmp_path)
     home = tree(tmp_path / "office-caltech-10", OFFICE_DOMAINS, list(OFFICE)[1:])
-    with pytest.raises(DataError, match=r"What is not there is the class 'backpack' in .*amazon"):
+    with pytest.raises(DataError, match=r"The class 'backpack' is missing in .*amazon"):
         read("office-caltech-10", tmp_path)
     for domain in OFFICE_DOMAINS:
         (home / domain / "backpack").mkdir()
@@ -339,7 +339,7 @@ def test_domainnet_lists_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"real_test\.txt: it is empty"):
         read("domainnet-10", tmp_path, 8, ("real",))
     listed.unlink()
-    with pytest.raises(DataError, match=r"What is not there is the list real_test\.txt"):
+    with pytest.raises(DataError, match=r"The list real_test\.txt is missing"):
         read("domainnet-10", tmp_path, 8, ("real",))
 
 
@@ -389,10 +389,10 @@ def test_tiny_imagenet_that_is_not_whole(tmp_path: Path) -> None:
             read("tiny-imagenet", tmp_path)
     annotations.write_text(good)
     (home / "wnids.txt").write_text("n01\nn02\nn03\nn04\n")
-    with pytest.raises(DataError, match=r"What is not there is .*n04/images"):
+    with pytest.raises(DataError, match=r"n04/images is missing"):
         read("tiny-imagenet", tmp_path)
     (home / "words.txt").unlink()
-    with pytest.raises(DataError, match=r"What is not there is .*words\.txt"):
+    with pytest.raises(DataError, match=r"words\.txt is missing"):
         read("tiny-imagenet", tmp_path)
 
 
@@ -445,7 +445,7 @@ def test_real_office(real: Path) -> None:
         "dslr": [12, 21, 12, 13, 10, 24, 22, 12, 8, 23],
         "webcam": [29, 21, 31, 27, 27, 30, 43, 30, 27, 30],
     }
-    made = federation("office-caltech-10", root=str(real), image_size=32, split={"validation": 0}, clients=4)
+    made = make_federation("office-caltech-10", root=str(real), image_size=32, split={"validation": 0}, clients=4)
     parts = {name: (len(client.train), len(client.test)) for name, client in made.clients.items()}
     assert parts == {"amazon": (766, 192), "caltech": (898, 225), "dslr": (125, 32), "webcam": (236, 59)}
 

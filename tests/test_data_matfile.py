@@ -93,7 +93,7 @@ one = partial(variable, "<")
         (whole("<", one("y", (4,), b"abcd")), "the shape"),
         (whole("<", one("y", (1,) * 40, b"a")), "expected 5 and at most 128"),
         (whole("<", one("y" * 100, (1, 1), b"a")), "expected 1 and at most 64"),
-        (whole("<", one("y", (1, 1), b"a", stored=200)), "unknown kind 200"),
+        (whole("<", one("y", (1, 1), b"a", stored=200)), "unknown data type 200"),
         (whole("<", one("y", (4, 1), b"abcd"))[:-3], "no whole variable"),
         (whole("<", one("y", (4, 1), b"abcd"), b"xyz"), "no whole variable"),
         (whole("<", struct.pack("<II", 15, 4) + b"junk"), "."),
@@ -127,7 +127,7 @@ def test_a_file_that_would_fill_the_memory_is_refused_early(tmp_path: Path) -> N
         used(tmp_path / "a.mat")
     images = variable("<", "X", (300, 1, 3, 2), bytes(1800))
     (tmp_path / "a.mat").write_bytes(whole("<", images, variable("<", "y", (2, 1), b"\1\2")))
-    with pytest.raises(DataError, match=r"a\.mat: its images are 300 x 1 pixels; 1 to 256 a side"):
+    with pytest.raises(DataError, match=r"a\.mat: its images are 300 x 1 pixels; 1 to 256 per side"):
         used(tmp_path / "a.mat")
 
 

@@ -21,11 +21,9 @@ from fedprism.config import DataConfig
 from fedprism.data import DATASETS, load, sources
 from fedprism.data.archives import unpack
 from fedprism.data.download import CHECKSUM
-from fedprism.data.sources import NAMES, PACKED, SOURCES, File, Source, is_there, missing, prepare, sources_of
+from fedprism.data.sources import NAMES, PACKED, SOURCES, Source, SourceFile, is_there, missing, prepare, sources_of
 from fedprism.errors import DataError
-from tests.test_data_download import DATA, FILES, Server, md5, server, sha256, tar_of, tree, zip_of
-
-__all__ = ["server"]  # a fixture
+from tests.download_server import DATA, FILES, Server, md5, sha256, tar_of, tree, zip_of
 
 FILES_OF = [(source.name, file) for source in SOURCES.values() for file in source.files]
 
@@ -45,7 +43,7 @@ def test_every_source_says_its_terms(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "file"), FILES_OF, ids=[f"{name}/{file.name}" for name, file in FILES_OF])
-def test_every_file_is_well_formed(name: str, file: File) -> None:
+def test_every_file_is_well_formed(name: str, file: SourceFile) -> None:
     for address in (file.address, *file.mirrors):
         assert urlsplit(address).scheme in ("http", "https")
         assert urlsplit(address).hostname
@@ -95,14 +93,14 @@ def test_the_table_needs_no_torch() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_missing_names_every_file_and_the_command(name: str, tmp_path: Path) -> None:
-    text = str(missing(name, tmp_path, "What is not there is it."))
+    text = str(missing(name, tmp_path, "It is missing."))
     for source in sources_of(name):
         for ways in source.expects:
             assert f"  {tmp_path / source.name / ways[0]}\n" in text
         for file in source.files:
             assert file.address in text
     assert f"`fedprism data prepare {name}`" in text
-    assert "What is not there is it." in text
+    assert "It is missing." in text
     assert "data.root" in text
     assert "$FEDPRISM_DATA" in text
     assert not is_there(name, tmp_path)
@@ -141,7 +139,7 @@ def test_unknown_and_generated_names(tmp_path: Path) -> None:
 # --- prepare ----------------------------------------------------------------------------------------------------------
 
 
-def put(monkeypatch: pytest.MonkeyPatch, name: str, *files: File, note: str = "") -> None:
+def put(monkeypatch: pytest.MonkeyPatch, name: str, *files: SourceFile, note: str = "") -> None:
     """Replace a source by one with these files."""
     monkeypatch.setitem(SOURCES, name, Source(name, f"{name}: a test", files, "Only for tests.", "Nobody, 2000.", note))
 
@@ -157,8 +155,8 @@ def test_prepare_end_to_end(server: Server, tmp_path: Path, monkeypatch: pytest.
     put(
         monkeypatch,
         "mnist",
-        File("plain.bin", server.put("/plain.bin"), sha256(DATA), len(DATA), "a list"),
-        File(
+        SourceFile("plain.bin", server.put("/plain.bin"), sha256(DATA), len(DATA), "a list"),
+        SourceFile(
             "a.zip",
             server.put("/a.zip", packed),
             md5(packed),
@@ -192,7 +190,9 @@ def test_prepare_end_to_end(server: Server, tmp_path: Path, monkeypatch: pytest.
 def test_a_dataset_of_several_sources(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for source in sources_of("digits-five"):
         data = source.name.encode()
-        put(monkeypatch, source.name, File("x", server.put(f"/{source.name}", data), sha256(data), None, "a list"))
+        put(
+            monkeypatch, source.name, SourceFile("x", server.put(f"/{source.name}", data), sha256(data), None, "a list")
+        )
     run("digits-five", tmp_path)
     for source in sources_of("digits-five"):
         assert (tmp_path / source.name / "x").read_bytes() == source.name.encode()
@@ -201,7 +201,7 @@ def test_a_dataset_of_several_sources(server: Server, tmp_path: Path, monkeypatc
 def test_unverified_is_recorded_and_then_must_agree(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put(monkeypatch, "pacs", File("x", server.put("/x"), address_from="a page"))
+    put(monkeypatch, "pacs", SourceFile("x", server.put("/x"), address_from="a page"))
     text = run("pacs", tmp_path)
     assert "x: unverified, as no checksum is published; recorded in" in text
     record = json.loads((tmp_path / "checksums.json").read_text())["files"]["pacs/x"]
@@ -226,7 +226,7 @@ def test_a_wrong_checksum_stops_before_unpacking(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = server.put("/a.tar", tar_of(FILES))
-    put(monkeypatch, "mnist", File("a.tar", address, md5(DATA), None, "a list", unpack=True, gives=(("top",),)))
+    put(monkeypatch, "mnist", SourceFile("a.tar", address, md5(DATA), None, "a list", unpack=True, gives=(("top",),)))
     with pytest.raises(DataError, match=r"published by a list"):
         run("mnist", tmp_path)
     assert tree(tmp_path / "mnist") == {}
@@ -236,7 +236,7 @@ def test_a_damaged_unverified_archive_is_not_held_on_to(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = tar_of(FILES)
-    file = File("a.tar", server.put("/a", whole[:600]), address_from="a page", unpack=True, gives=(("top",),))
+    file = SourceFile("a.tar", server.put("/a", whole[:600]), address_from="a page", unpack=True, gives=(("top",),))
     put(monkeypatch, "pacs", file)
     with pytest.raises(DataError, match="damaged"):
         run("pacs", tmp_path)
@@ -250,7 +250,7 @@ def test_what_was_recorded_before_is_held_on_to(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether the archive cannot be unpacked, or turns out to be another."""
-    file = File("a.tar", server.put("/a", tar_of(FILES)), address_from="a page", unpack=True, gives=(("top",),))
+    file = SourceFile("a.tar", server.put("/a", tar_of(FILES)), address_from="a page", unpack=True, gives=(("top",),))
     put(monkeypatch, "pacs", file)
     run("pacs", tmp_path)
     before = (tmp_path / "checksums.json").read_text()
@@ -266,7 +266,11 @@ def test_what_was_recorded_before_is_held_on_to(
 
 
 def test_a_damaged_archive_that_was_put_there_is_left_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(monkeypatch, "pacs", File("a.tar", "http://127.0.0.1:9/", address_from="x", unpack=True, gives=(("top",),)))
+    put(
+        monkeypatch,
+        "pacs",
+        SourceFile("a.tar", "http://127.0.0.1:9/", address_from="x", unpack=True, gives=(("top",),)),
+    )
     (tmp_path / "pacs").mkdir()
     (tmp_path / "pacs" / "a.tar").write_bytes(tar_of(FILES)[:600])
     with pytest.raises(DataError, match=r"damaged: .* Remove it first\."):
@@ -279,7 +283,7 @@ def test_a_damaged_archive_that_was_put_there_is_left_there(tmp_path: Path, monk
 def test_files_put_there_by_hand_are_checked_once(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put(monkeypatch, "mnist", File("x", server.put("/x"), sha256(DATA), None, "a list"))
+    put(monkeypatch, "mnist", SourceFile("x", server.put("/x"), sha256(DATA), None, "a list"))
     (tmp_path / "mnist").mkdir()
     (tmp_path / "mnist" / "x").write_bytes(b"not it")
     with pytest.raises(DataError, match="is not the published file"):
@@ -293,8 +297,8 @@ def test_files_put_there_by_hand_are_checked_once(
 
 def test_what_must_be_fetched_by_hand(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = "https://example.org/page"
-    by_hand = File("a.zip", page, address_from="x", unpack=True, gives=(("c.txt",),), by_hand=True)
-    put(monkeypatch, "mnist", File("x", server.put("/x"), sha256(DATA), None, "a list"), by_hand)
+    by_hand = SourceFile("a.zip", page, address_from="x", unpack=True, gives=(("c.txt",),), by_hand=True)
+    put(monkeypatch, "mnist", SourceFile("x", server.put("/x"), sha256(DATA), None, "a list"), by_hand)
     with pytest.raises(DataError, match="by hand") as error:
         run("mnist", tmp_path)
     assert page in str(error.value)
@@ -312,7 +316,7 @@ def test_an_archive_with_another_layout_is_said(
     put(
         monkeypatch,
         "mnist",
-        File("a.tar", server.put("/a", data), md5(data), None, "x", unpack=True, gives=(("top",),)),
+        SourceFile("a.tar", server.put("/a", data), md5(data), None, "x", unpack=True, gives=(("top",),)),
     )
     for _ in range(2):
         with pytest.raises(DataError, match="but top is not in"):
@@ -321,7 +325,7 @@ def test_an_archive_with_another_layout_is_said(
 
 def test_what_was_deleted_is_unpacked_again(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = tar_of(FILES)
-    file = File("a.tar", server.put("/a", data), md5(data), None, "x", unpack=True, gives=(("top",),))
+    file = SourceFile("a.tar", server.put("/a", data), md5(data), None, "x", unpack=True, gives=(("top",),))
     put(monkeypatch, "mnist", file)
     run("mnist", tmp_path)
     shutil.rmtree(tmp_path / "mnist" / "top" / "deep")
@@ -335,7 +339,11 @@ def test_what_a_kill_leaves_is_neither_read_nor_kept(
 ) -> None:
     data = tar_of(FILES)
     gives = (("a.txt", "*/a.txt"), ("c.txt", "*/c.txt"))
-    put(monkeypatch, "mnist", File("a.tar", server.put("/a", data), md5(data), None, "x", unpack=True, gives=gives))
+    put(
+        monkeypatch,
+        "mnist",
+        SourceFile("a.tar", server.put("/a", data), md5(data), None, "x", unpack=True, gives=gives),
+    )
     half = tmp_path / "mnist" / ".unpacking-a.tar"
     half.mkdir(parents=True)
     for name in ("a.txt", "c.txt"):
@@ -350,7 +358,7 @@ def test_what_a_kill_leaves_is_neither_read_nor_kept(
 
 
 def test_a_compact_form_needs_no_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(monkeypatch, "agnews", File("train.csv", "http://127.0.0.1:9/", address_from="x"))
+    put(monkeypatch, "agnews", SourceFile("train.csv", "http://127.0.0.1:9/", address_from="x"))
     (tmp_path / "agnews_train.csv.gz").write_bytes(b"")
     assert not is_there("agnews", tmp_path)
     with pytest.raises(DataError, match="could not be downloaded"):
@@ -371,7 +379,9 @@ def test_a_compact_form_needs_no_download(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_without_a_network_all_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "fetch", partial(sources.fetch, pause=0))
-    files = [File(name, f"http://127.0.0.1:9/{name}", sha256(DATA), None, "a list") for name in ("one", "two", "three")]
+    files = [
+        SourceFile(name, f"http://127.0.0.1:9/{name}", sha256(DATA), None, "a list") for name in ("one", "two", "three")
+    ]
     put(monkeypatch, "mnist", *files)
     with pytest.raises(DataError, match="no connection") as error:
         run("mnist", tmp_path)
@@ -400,7 +410,7 @@ def test_an_interrupted_move_is_repaired(server: Server, tmp_path: Path, monkeyp
     put(
         monkeypatch,
         "mnist",
-        File("a.tar", server.put("/a", data), md5(data), None, "x", unpack=True, gives=(("top",),)),
+        SourceFile("a.tar", server.put("/a", data), md5(data), None, "x", unpack=True, gives=(("top",),)),
     )
     run("mnist", tmp_path)
     marker = tmp_path / "mnist" / ".a.tar.unpacked.json"
@@ -411,7 +421,7 @@ def test_an_interrupted_move_is_repaired(server: Server, tmp_path: Path, monkeyp
 
 
 def test_two_at_once_take_turns(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(monkeypatch, "mnist", File("x", server.put("/x"), sha256(DATA), None, "a list"))
+    put(monkeypatch, "mnist", SourceFile("x", server.put("/x"), sha256(DATA), None, "a list"))
     out = io.StringIO()
     other = threading.Thread(target=prepare, args=("mnist", tmp_path, Console(file=out, width=200)))
     with FileLock(tmp_path / ".prepare.lock"):

@@ -15,7 +15,7 @@ from sklearn.linear_model import LogisticRegression
 from fedprism.config import DataConfig
 from fedprism.data import Dataset, load
 from fedprism.errors import ConfigError, DataError
-from fedprism.federation import federation
+from fedprism.federation import make_federation
 
 
 def make(options: str = "", seed: int = 0, **settings: object) -> Dataset:
@@ -133,15 +133,15 @@ def test_label_skew_grows_from_none_to_one_class_a_client() -> None:
 
 
 def test_size_skew_grows_from_none() -> None:
-    spreads = []
+    quantiles = []
     for skew in (0, 0.3, 1, 2):
         counts = sizes(make(f"clients=50,samples=60,size_skew={skew}", image_size=4))
         assert counts.sum() == 3000
         assert counts.min() >= 4
-        spreads.append(np.log(counts).std())
-    assert spreads[0] == 0
-    assert spreads == sorted(spreads)
-    assert spreads[2] == pytest.approx(1, abs=0.25)
+        quantiles.append(np.log(counts).std())
+    assert quantiles[0] == 0
+    assert quantiles == sorted(quantiles)
+    assert quantiles[2] == pytest.approx(1, abs=0.25)
 
 
 def test_feature_skew_makes_clients_separable() -> None:
@@ -196,17 +196,18 @@ def test_few_pixels_are_cut_off_at_black_and_white() -> None:
 
 
 def test_a_client_a_site() -> None:
-    made = federation("synthetic?clients=7,samples=10", seed=0)
+    made = make_federation("synthetic?clients=7,samples=10", seed=0)
     assert made.names == tuple(f"client-{i:04d}" for i in range(1, 8))
     for client in made.clients.values():
         assert (len(client.train), len(client.validation), len(client.test)) == (7, 1, 2)
 
 
 def test_the_smallest_client_can_train_and_test() -> None:
-    made = federation("synthetic?clients=3,samples=4")
+    made = make_federation("synthetic?clients=3,samples=4")
     assert all(len(client.train) >= 2 and len(client.test) == 1 for client in made.clients.values())
 
 
+@pytest.mark.slow
 def test_memory_is_little_more_than_the_images() -> None:
     """In a process of its own, as the peak is that of a process's whole life."""
     if not Path("/proc/self/status").exists():

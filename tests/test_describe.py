@@ -10,7 +10,7 @@ import torch
 
 from fedprism.errors import FedprismError
 from fedprism.federation import ClientData, Federation, Split, contact_sheet, describe
-from fedprism.federation.describe import LOOKED_AT, SAMPLE
+from fedprism.federation.describe import MAX_CLIENTS, SAMPLE
 
 CLASSES = ("a", "b", "c", "d")
 
@@ -36,7 +36,7 @@ def made(
 def test_identical_shares() -> None:
     found = describe(made({"north": [0, 1, 2, 3] * 5, "south": [0, 1, 2, 3] * 10}))
     assert (found.total_variation, found.jensen_shannon) == (0, 0)
-    assert (found.smallest, found.largest, found.classes_a_client) == (20, 40, 4)
+    assert (found.smallest, found.largest, found.classes_per_client) == (20, 40, 4)
     assert found.variation == pytest.approx(1 / 3)  # sizes 20 and 40: 30 ± 10
     assert found.gini == pytest.approx(1 / 6)  # mean difference 10, over twice the mean of 30
 
@@ -44,7 +44,7 @@ def test_identical_shares() -> None:
 def test_disjoint_classes() -> None:
     found = describe(made({"north": [0, 1] * 10, "south": [2, 3] * 10}))
     assert found.total_variation == pytest.approx(0.5)  # each has half of what all have
-    assert found.classes_a_client == 2
+    assert found.classes_per_client == 2
     # From (1/2, 1/2, 0, 0) and the pooled quarters to (3/8, 3/8, 1/8, 1/8).
     own, pooled = log2((1 / 2) / (3 / 8)), (log2((1 / 4) / (3 / 8)) + log2((1 / 4) / (1 / 8))) / 2
     assert found.jensen_shannon == pytest.approx((own + pooled) / 2)
@@ -97,7 +97,7 @@ def test_noise_is_feature_skew() -> None:
 
 @pytest.mark.parametrize("of_class", [0.0, 40.0])
 def test_label_skew_alone_is_not_feature_skew(of_class: float) -> None:
-    """Classes that can be told apart at a glance do not tell whose an image is."""
+    """Classes that are easy to distinguish do not reveal whose an image is."""
     mostly = {"north": [0] * 80 + [1] * 10 + [2] * 10, "south": [1] * 90 + [0] * 10, "west": [2] * 90 + [1] * 20}
     found = describe(made(mostly, of_class=of_class))
     assert found.total_variation > 0.4
@@ -115,7 +115,7 @@ def test_feature_skew_shows_under_label_skew() -> None:
     assert found.accuracy > 0.9
 
 
-def test_clients_of_a_domain_are_told_apart_by_domain() -> None:
+def test_clients_of_a_domain_are_distinguished_by_domain() -> None:
     labels = {f"{domain}-{i}": [0, 1, 2, 3] * 10 for domain in ("dark", "light") for i in range(2)}
     domains = {name: name.partition("-")[0] for name in labels}
     found = describe(made(labels, {name: 60.0 * (of == "light") for name, of in domains.items()}, domains=domains))
@@ -129,9 +129,9 @@ def test_many_clients_are_sampled() -> None:
     labels = {f"client-{i}": [0, 1, 2, 3] * 50 for i in range(30)}
     found = describe(made(labels))
     assert found.features is not None
-    assert (found.features.compared, found.features.of) == (LOOKED_AT, 30)
+    assert (found.features.compared, found.features.of) == (MAX_CLIENTS, 30)
     assert found.features.images <= SAMPLE
-    assert f"tells {LOOKED_AT} of the 30 clients apart" in str(found)
+    assert f"tells {MAX_CLIENTS} of the 30 clients apart" in str(found)
 
 
 def test_every_class_has_a_chance_of_its_own() -> None:
@@ -149,7 +149,7 @@ def test_the_same_every_time() -> None:
 
 
 def test_texts() -> None:
-    """Clients that use other words are told apart; 0 is padding and says nothing."""
+    """Clients that use other words are distinguished; 0 is padding and does not count."""
     rng = np.random.default_rng(0)
 
     def site(name: str, low: int, high: int) -> ClientData:

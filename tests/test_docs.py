@@ -1,10 +1,12 @@
-"""The documentation keeps its word: it builds, its links lead somewhere, its code runs, its tables are the code's."""
+"""The documentation is true: it builds, its links resolve, its code runs, its tables are those of the code."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
 import hashlib
+import importlib.util
+import inspect
 import re
 import runpy
 import shlex
@@ -13,6 +15,7 @@ import sys
 import tomllib
 import types
 import typing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,15 +26,16 @@ import yaml
 import fedprism
 from fedprism import cli
 from fedprism.config import MOMENTS, Config, ModelConfig, Named, override, plain, read, structure
+from fedprism.conformance import PROMISES
 from fedprism.data import DATASETS, digits, folder, pictures, synthetic
 from fedprism.data.folder import Options
-from fedprism.engines.passes import SCHEDULES
-from fedprism.federation import PARTITIONS, federation
+from fedprism.federation import PARTITIONS, make_federation
 from fedprism.methods import METHODS, make
 from fedprism.methods.base import Method
 from fedprism.models import MODELS
 from fedprism.records import Protocol
-from tests.helpers import Collect, loop_for
+from fedprism.schedules import SCHEDULES
+from tests.harness import ORDER, Collect, loop_for
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -39,6 +43,8 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 EXAMPLES = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".yaml"))
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+FAST_PROGRAMS = {"README.md-1", "docs/own-methods.md-1"}  # what `make test-fast` runs
+FAST_METHODS = {"fedavg", "fedbn", "fedcp", "fedfomo"}
 BYTES = re.compile(r"receives ([\d,]+) bytes and sends (about )?([\d,]+) bytes")
 
 
@@ -55,8 +61,16 @@ def blocks(language: str) -> list[Any]:
     found = []
     for page in PAGES:
         matches = [code for kind, code in BLOCK.findall(text_of(page)) if kind == language]
-        found += [pytest.param(code, id=f"{name_of(page)}-{place}") for place, code in enumerate(matches, 1)]
+        for place, code in enumerate(matches, 1):
+            name = f"{name_of(page)}-{place}"
+            marks = pytest.mark.full if is_program(code) and name not in FAST_PROGRAMS else ()
+            found.append(pytest.param(code, id=name, marks=marks))
     return found
+
+
+def is_program(code: str) -> bool:
+    """A Python block that begins so is a whole program; others are parts of one."""
+    return code.startswith("import fedprism")
 
 
 # --- rows of tables, made from the code ------------------------------------------------------------------------------
@@ -124,18 +138,25 @@ def short_run(method: Method, rounds: int) -> Collect:
     """What a short run of two clients with the documentation's model records."""
     seen = Collect()
     config = structure({"train": {"rounds": rounds}, "evaluate": {"moments": ["trained"]}}, Config)
-    loop_for(method, config, federation("digits-skew", clients=2, seed=0, samples=20)).run([seen])
+    loop_for(method, config, make_federation("digits-skew", clients=2, seed=0, samples=20)).run([seen])
     return seen
 
 
 # --- pages -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_site_builds_strictly(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+@pytest.mark.full
+def test_the_site_builds_strictly_and_works_from_disk(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "site" / "methods" / "fedbn.html").is_file()
+    assert (site / "methods" / "fedbn.html").is_file()
+    # A page that was opened from disk may neither start a worker nor fetch the index: both come as scripts.
+    assert (site / "search" / "search_index.js").is_file()
+    page = text_of(site / "methods" / "fedbn.html")
+    assert re.search(r'<script[^>]*src="\.\./assets/iframe-worker\.js"', page)
+    assert not re.findall(r'<(?:script|img|iframe)[^>]*src="https?:[^"]*"|<link[^>]*stylesheet[^>]*href="https?:', page)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -157,7 +178,8 @@ def test_no_formula_is_taken_for_a_tag(page: Path) -> None:
 
 
 def test_no_path_of_a_machine() -> None:
-    files = [*PAGES, ROOT / "mkdocs.yml", ROOT / "CITATION.cff", *DOCS.glob("*.py"), *EXAMPLES]
+    pages = [page for page in PAGES if page.name != "cli.md"]  # its examples are those of the help texts
+    files = [*pages, ROOT / "mkdocs.yml", ROOT / "CITATION.cff", *DOCS.glob("*.py"), *EXAMPLES]
     pattern = re.compile(r"(?<![\w.:/>-])(?:/(?:home|root|tmp|usr|opt|work|mnt|Users)/|[A-Z]:\\)\S*")
     found = {name_of(f): m.group() for f in files if (m := pattern.search(text_of(f)))}
     assert not found
@@ -199,7 +221,7 @@ def test_data_page() -> None:
     assert all(f"| `{style}` |" in text for style in digits.STYLES)
     assert f"more than {pictures.MAX_PIXELS:,} pixels" in text
     assert f"{digits.TEST_SHARE:.0%} of a client's images are for the test".replace("%", " %") in text
-    assert f"fewer than {digits.LEAST_TRAIN} training images" in text
+    assert f"fewer than {digits.MIN_TRAIN} training images" in text
     assert f"{folder.TEST_SHARE:.0%} of each client's images".replace("%", " %") in text
 
 
@@ -221,9 +243,83 @@ def test_dependencies_have_reasons() -> None:
     text = text_of(DOCS / "dependencies.md")
     missing = [name for name in {*wanted, *extras} - {"fedprism"} if f"`{name}" not in text]
     assert not missing
+    _, _, table = text.partition("## Extras")
+    named = set(re.findall(r"^\| `([\w-]+)` \|", table.partition("## PyTorch")[0], flags=re.MULTILINE))
+    assert named == set(extras), "docs/dependencies.md names extras that pyproject.toml does not have"
+
+
+# --- the map and the references --------------------------------------------------------------------------------------
+
+
+def test_every_file_is_on_the_map() -> None:
+    """Each file of the package is in the table of docs/architecture.md, or its folder is, where that is a list."""
+    _, _, table = text_of(DOCS / "architecture.md").partition("\n## Files\n")
+    named = set(re.findall(r"`(fedprism/[\w/.*]+)`", table.partition("\n## ")[0]))
+    package = ROOT / "fedprism"
+    files = {name_of(path) for path in package.rglob("*.py") if path.name != "__init__.py" or path.parent == package}
+    listed = {name.removesuffix("*") for name in named if name.endswith("/*")}
+    missing = sorted(name for name in files - named if not any(f"{Path(name).parent}/" == folder for folder in listed))
+    assert not missing, f"docs/architecture.md does not say what these are for: {', '.join(missing)}"
+    gone = sorted(name for name in named if not (ROOT / name.removesuffix("*")).exists())
+    assert not gone, f"docs/architecture.md names what is not there: {', '.join(gone)}"
+
+
+def test_the_direction_of_imports_is_the_tested_one() -> None:
+    _, _, section = text_of(DOCS / "architecture.md").partition("\n## Direction of imports\n")
+    block = section.partition("```text\n")[2].partition("```")[0]
+    shown = [name.strip() for line in block.splitlines() for name in re.split(r"  +", line.strip())[0].split(",")]
+    assert shown == ORDER
+
+
+def test_glossary() -> None:
+    words = "client client_id slot pass leaf moment branch context upload download cohort capture chunk snapshot tally"
+    _, _, glossary = text_of(DOCS / "architecture.md").partition("\n## Glossary\n")
+    assert [word for word in words.split() if f"\n| {word} | " not in glossary] == []
+
+
+def test_command_line_reference_is_up_to_date() -> None:
+    spec = importlib.util.spec_from_file_location("make_cli", DOCS / "make_cli.py")
+    assert spec is not None
+    assert spec.loader is not None
+    make_cli = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make_cli)
+    assert text_of(DOCS / "cli.md") == make_cli.page(), "run `python docs/make_cli.py`"
+
+
+def test_python_reference() -> None:
+    text = text_of(DOCS / "api.md")
+    names = "train compare resume load Run ClientModel Federation make_federation Config Callback"
+    for name in (*names.split(), "Method", "Client", "Context", "Pass", "Output", "Upload"):
+        assert f"\n::: fedprism.{name}\n" in text
+        assert hasattr(fedprism, name)
+
+
+def test_every_promise_is_named() -> None:
+    text = text_of(DOCS / "own-methods.md")
+    assert [key for key in PROMISES if f"`{key}`" not in text] == []
 
 
 # --- methods ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST_METHODS else pytest.mark.full) for name in METHODS]
+)
+def test_method_page_counts_bytes_and_names_logs_as_a_run_does(name: str) -> None:
+    text = " ".join(text_of(DOCS / "methods" / f"{name}.md").split())
+    record = short_run(METHODS[name](), 1).records[-1]
+    sent = BYTES.search(text)
+    assert sent, "the page should say: receives N bytes and sends N bytes"
+    assert {int(sent[1].replace(",", ""))} == set(record.down.values())
+    up = int(sent[3].replace(",", ""))
+    room = 0.05 * up if sent[2] else 0  # the size of compressed traffic depends on values
+    assert all(abs(size - up) <= room for size in record.up.values())
+    logged = re.search(r"Logged each round: ([^.]*)\.", text)
+    assert logged
+    assert set(re.findall(r"`([^`]+)`", logged[1])) == {log for logs in record.logs.values() for log in logs}
+    (score, *_) = record.scores["trained"]["test"].values()
+    shown = re.search(r"Recorded at every evaluation: ([^.]*)\.", text)
+    assert set(re.findall(r"`([^`]+)`", shown[1]) if shown else ()) == {*score.branches, *score.diagnostics}
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -241,22 +337,6 @@ class TestMethodPage:
             assert f"| batch norm | `{cls.bn}`" in text
             assert f"| weights in the average | `{cls.weighting}`" in text
         assert ("It has no global model." in prose) is not cls.has_global
-
-    def test_counts_bytes_and_names_logs_as_a_run_does(self, name: str) -> None:
-        text = " ".join(text_of(DOCS / "methods" / f"{name}.md").split())
-        record = short_run(METHODS[name](), 1).records[-1]
-        sent = BYTES.search(text)
-        assert sent, "the page should say: receives N bytes and sends N bytes"
-        assert {int(sent[1].replace(",", ""))} == set(record.down.values())
-        up = int(sent[3].replace(",", ""))
-        room = 0.05 * up if sent[2] else 0  # the size of compressed traffic depends on values
-        assert all(abs(size - up) <= room for size in record.up.values())
-        logged = re.search(r"Logged each round: ([^.]*)\.", text)
-        assert logged
-        assert set(re.findall(r"`([^`]+)`", logged[1])) == {log for logs in record.logs.values() for log in logs}
-        (score, *_) = record.scores["trained"]["test"].values()
-        shown = re.search(r"Recorded at every evaluation: ([^.]*)\.", text)
-        assert set(re.findall(r"`([^`]+)`", shown[1]) if shown else ()) == {*score.paths, *score.inside}
 
     def test_says_what_a_newcomer_gets(self, name: str) -> None:
         prose = " ".join(text_of(DOCS / "methods" / f"{name}.md").split())
@@ -288,17 +368,29 @@ def test_no_page_without_a_method() -> None:
 
 @pytest.mark.parametrize("code", blocks("python"))
 def test_python_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block that begins with `import fedprism` is a whole program; others are parts of one, and must parse."""
     ast.parse(code)
-    if code.startswith("import fedprism"):
+    if is_program(code):
         monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(fedprism, "train", few_rounds(fedprism.train))
         file = tmp_path / "block.py"
         file.write_text(code, encoding="utf-8")
         runpy.run_path(str(file), run_name="__main__")
 
 
+def few_rounds(train: Callable[..., Any]) -> Callable[..., Any]:
+    """Train as asked, but for two rounds: what is tested is the page's program, not its result."""
+    signature = inspect.signature(train)
+
+    def short(*args: Any, **settings: Any) -> Any:
+        given = signature.bind(*args, **settings)
+        given.arguments["rounds"] = min(given.arguments.get("rounds") or 2, 2)
+        return train(*given.args, **given.kwargs)
+
+    return short
+
+
 def test_programs_are_run_at_all() -> None:
-    whole = [block for block in blocks("python") if block.values[0].startswith("import fedprism")]
+    whole = [block for block in blocks("python") if is_program(block.values[0])]
     assert {"README.md-1", "docs/getting-started.md-1", "docs/own-methods.md-1"} <= {block.id for block in whole}
 
 
@@ -331,7 +423,7 @@ def check_command(words: list[str]) -> None:
     Protocol.parse(given.get("protocol") or "own")
     assert name not in ("run", "compare") or given["config"] or given.get("print_config"), "there is nothing to run"
     for name in (given.get("methods") or given.get("method") or "fedavg").split(","):
-        if not name.startswith("prox_bn.py"):  # the page's own program, which is run elsewhere
+        if ".py:" not in name or (ROOT / name.partition(":")[0]).exists():  # a page's own program is run elsewhere
             settings = [s for s in given.get("settings") or [] if not s.startswith("method.") or given.get("method")]
             config = structure(override({}, [f"method={{name: {name}}}", *settings]), Config)
             make(config.method)
@@ -350,6 +442,13 @@ def test_examples_parse(path: Path) -> None:
         assert text_of(path).startswith("# fedprism "), "the first line is the command that runs it"
 
 
+def test_one_file_example_trains() -> None:
+    example = runpy.run_path(str(ROOT / "examples" / "one_file_fedavg.py"))
+    example["run"].__globals__["ROUNDS"] = 2
+    assert all(10 < example["run"](method) <= 100 for method in ("local", "fedavg", "fedbn"))
+
+
+@pytest.mark.slow
 def test_one_file_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(ROOT / "examples" / "one_file_fedavg.py"), run_name="__main__")
     printed = capsys.readouterr().out
@@ -358,7 +457,7 @@ def test_one_file_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_method_of_the_example_trains(tmp_path: Path) -> None:
     method = make(Named(f"{ROOT / 'examples' / 'add_a_method.py'}:HeadMix", {"keep": 0.8}))
-    data = federation("digits-skew", clients=2, seed=0, samples=20)
+    data = make_federation("digits-skew", clients=2, seed=0, samples=20)
     run = fedprism.train(data, method=method, rounds=1, out=tmp_path / "run")
     assert run.status == "finished"
     assert run.record.config.method.settings == {"keep": 0.8}

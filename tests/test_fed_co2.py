@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import product
@@ -19,19 +19,20 @@ from torch.nn.functional import cross_entropy
 
 import fedprism as fp
 from fedprism.config import Config, structure
-from fedprism.engines.client import Job, Result, client_evaluate, client_receive, client_round, open_slot
-from fedprism.engines.inprocess import InProcess, Request
-from fedprism.engines.loop import Loop
-from fedprism.engines.passes import inputs
+from fedprism.engines.inprocess import InProcess
 from fedprism.errors import ConfigError
 from fedprism.federation import Federation
-from fedprism.methods.base import Info, Me, Method, State, Upload, load
+from fedprism.methods.base import Client, Info, Method, State, Upload, load
 from fedprism.methods.fed_co2 import FedCO2
 from fedprism.methods.fedbn import FedBN
 from fedprism.methods.fedper import FedPer
 from fedprism.methods.local import Local
 from fedprism.models import Arch
-from tests.helpers import CPU, Collect, loop_for, same
+from fedprism.round.client import Job, client_evaluate, client_receive, client_round, open_slot
+from fedprism.round.engine import Failure, Request, Result
+from fedprism.round.loop import Loop
+from fedprism.round.training import model_inputs
+from tests.harness import CPU, Collect, loop_for, same
 
 PAIR = ("online", "offline")
 WHO = ("none", *PAIR, "both")
@@ -47,14 +48,15 @@ class Spy(InProcess):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.down: dict[tuple[int, str], State] = {}
-        self.up: dict[tuple[int, str], State] = {}
+        self.downloads: dict[tuple[int, str], State] = {}
+        self.uploads: dict[tuple[int, str], State] = {}
 
-    def train(self, round: int, requests: Mapping[str, Request]) -> dict[str, Any]:
-        answers = super().train(round, requests)
-        self.down |= {(round, client): dict(request.down) for client, request in requests.items()}
-        self.up |= {(round, client): dict(answer.upload) for client, answer in answers.items()}
-        return answers
+    def train(self, round: int, requests: Mapping[str, Request]) -> Iterator[tuple[str, Result | Failure]]:
+        for client_id, answer in super().train(round, requests):
+            assert isinstance(answer, Result)
+            self.downloads[round, client_id] = dict(requests[client_id].download)
+            self.uploads[round, client_id] = dict(answer.upload)
+            yield client_id, answer
 
 
 @dataclass(frozen=True)
@@ -63,19 +65,19 @@ class Trained:
     seen: Collect
     spy: Spy
 
-    def state(self, client: str) -> State:
-        state = self.loop.states[client]
+    def state(self, client_id: str) -> State:
+        state = self.loop.states[client_id]
         assert state is not None
         return state
 
-    def right(self, path: str = "") -> list[list[int]]:
-        """Every client's right answers, round by round: of the prediction, or of one path."""
+    def right(self, branch: str = "") -> list[list[int]]:
+        """Every client's right answers, round by round: of the prediction, or of one branch."""
         of_rounds = [record.scores["received"]["test"].values() for record in self.seen.records]
-        return [[score.paths[path] if path else score.correct for score in scores] for scores in of_rounds]
+        return [[score.branches[branch] if branch else score.correct for score in scores] for scores in of_rounds]
 
 
 def config_of(**sections: Any) -> Config:
-    train = {"rounds": 2, "batch": 16, **sections.pop("train", {})}
+    train = {"rounds": 2, "batch_size": 16, **sections.pop("train", {})}
     return structure({"train": train, "evaluate": {"moments": []}, **sections}, Config)
 
 
@@ -109,7 +111,7 @@ def is_offline(run: Trained, other: Trained) -> bool:
 
 @pytest.fixture(scope="module")
 def alone(tiny: Federation) -> dict[str, Trained]:
-    """What the two paths are compared with."""
+    """What the two models are compared with."""
     return {"online": train(FedBN(), tiny), "offline": train(Local(), tiny)}
 
 
@@ -136,16 +138,16 @@ def test_without_transfers_it_is_fedbn_beside_local(sections: dict[str, Any], un
     assert same(part(both.loop.server, "online."), online.loop.server)
     assert not heads(both.loop.server)
     assert both.loop.states.keys() == online.loop.states.keys()
-    trained = [client for client, state in both.loop.states.items() if state is not None]
+    trained = [client_id for client_id, state in both.loop.states.items() if state is not None]
     assert len(trained) > 1
-    for client in trained:
-        assert same(part(both.state(client), "online."), online.state(client))
-        assert same(part(both.state(client), "offline."), offline.state(client))
+    for client_id in trained:
+        assert same(part(both.state(client_id), "online."), online.state(client_id))
+        assert same(part(both.state(client_id), "offline."), offline.state(client_id))
     assert both.right("online") == online.right()
     assert both.right("offline") == offline.right()
     for record, of_fedbn in zip(both.seen.records, online.seen.records, strict=True):
         assert (record.down, record.up) == (of_fedbn.down, of_fedbn.up)  # no head crosses
-    assert not any(heads(state) for state in [*both.spy.down.values(), *both.spy.up.values()])
+    assert not any(heads(state) for state in [*both.spy.downloads.values(), *both.spy.uploads.values()])
 
 
 @pytest.mark.parametrize(("intra", "inter"), product(WHO, WHO))
@@ -164,10 +166,10 @@ def test_each_transfer_changes_the_model_that_it_names(
 
 def test_without_weight_the_heads_cross_in_vain(tiny: Federation) -> None:
     idle, off = train(FedCO2(mu=0.0), tiny), train(FedCO2(inter="none"), tiny)
-    assert all(same(idle.state(client), off.state(client)) for client in tiny.names)
+    assert all(same(idle.state(client_id), off.state(client_id)) for client_id in tiny.names)
     assert heads(idle.loop.server)
     some = train(FedCO2(mu=0.1), tiny)
-    assert not any(same(some.state(client), off.state(client)) for client in tiny.names)
+    assert not any(same(some.state(client_id), off.state(client_id)) for client_id in tiny.names)
 
 
 def test_skip_first_leaves_out_the_first_round_alone(tiny: Federation) -> None:
@@ -175,7 +177,7 @@ def test_skip_first_leaves_out_the_first_round_alone(tiny: Federation) -> None:
     skipped, without = train(FedCO2(skip_first=True), tiny), train(FedCO2(intra="none"), tiny)
     for after in (1, 2):
         ours, theirs = (run.seen.snapshots[after].clients for run in (skipped, without))
-        assert [same(ours[client], theirs[client]) for client in tiny.names] == [after == 1] * 3
+        assert [same(ours[client_id], theirs[client_id]) for client_id in tiny.names] == [after == 1] * 3
     logged = [{name for logs in record.logs.values() for name in logs} for record in skipped.seen.records[1:]]
     assert ["loss/mutual online" in names for names in logged] == [False, True]
 
@@ -193,7 +195,7 @@ def test_a_personal_head_is_fedper(weighting: str, head_layers: int, unequal: Fe
 def names_sent(method: FedCO2, **sections: Any) -> set[str]:
     """What of the online model is averaged."""
     config = config_of(**sections)
-    info_of = loop_for(method, config, fp.federation("digits-skew", clients=2, seed=0, samples=20))
+    info_of = loop_for(method, config, fp.make_federation("digits-skew", clients=2, seed=0, samples=20))
     return {name for name in info_of.server if name.startswith("online.")}
 
 
@@ -240,10 +242,10 @@ def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> Non
 # --- first weights ---------------------------------------------------------------------------------------------------
 
 
-def test_all_start_from_the_same_weights_unless_told_otherwise(tiny: Federation) -> None:
+def test_all_start_from_the_same_weights_by_default(tiny: Federation) -> None:
     loop = loop_for(FedCO2(), config_of(), tiny)
-    for client in tiny.names:
-        state = loop.method.build(loop.info.arch, client, loop.info, 0).state_dict()
+    for client_id in tiny.names:
+        state = loop.method.build(loop.info.arch, client_id, loop.info, 0).state_dict()
         assert same(part(state, "online."), part(state, "offline."))
 
 
@@ -254,10 +256,10 @@ def test_own_first_weights_of_the_offline_models(tiny: Federation) -> None:
     built = {c: loop.method.build(info.arch, c, info, info.seed).state_dict() for c in info.clients}
     again = {c: loop.method.build(info.arch, c, info, info.seed).state_dict() for c in reversed(info.clients)}
     plain = FedCO2().build(info.arch, None, info, info.seed).state_dict()
-    for client in info.clients:
-        assert same(part(built[client], "online."), part(plain, "online."))
-        assert same(built[client], again[client])
-        assert same(part(built[client], "offline.head."), part(loop.server, f"of.{client}/"))
+    for client_id in info.clients:
+        assert same(part(built[client_id], "online."), part(plain, "online."))
+        assert same(built[client_id], again[client_id])
+        assert same(part(built[client_id], "offline.head."), part(loop.server, f"of.{client_id}/"))
     firsts = [*(part(state, "offline.") for state in built.values()), part(plain, "offline.")]
     weights = [name for name, p in FedCO2().build(info.arch, None, info, 0).offline.named_parameters() if p.dim() > 1]
     assert len(weights) == 4
@@ -277,31 +279,31 @@ def test_heads_of_absent_clients_are_the_last_known(tiny: Federation) -> None:
     known: dict[str, State] = dict.fromkeys(tiny.names, first)
     absent = 0
     for record in run.seen.records[1:]:
-        for client in record.cohort:
-            down = run.spy.down[record.round - 1, client]
-            assert heads(down) == {f"of.{c}/{leaf}" for c in tiny.names if c != client for leaf in first}
-            for other in set(tiny.names) - {client}:
+        for client_id in record.cohort:
+            down = run.spy.downloads[record.round - 1, client_id]
+            assert heads(down) == {f"of.{c}/{leaf}" for c in tiny.names if c != client_id for leaf in first}
+            for other in set(tiny.names) - {client_id}:
                 assert same(part(down, f"of.{other}/"), known[other])
                 absent += not same(known[other], first)
-        for client in record.cohort:
-            up = run.spy.up[record.round - 1, client]
-            known[client] = part(up, f"of.{client}/")
-            assert heads(up) == {f"of.{client}/{leaf}" for leaf in first}
-            now = run.seen.snapshots[record.round].clients[client]
-            assert now is not None
-            assert same(known[client], part(now, "offline.head."))
+        for client_id in record.cohort:
+            up = run.spy.uploads[record.round - 1, client_id]
+            known[client_id] = part(up, f"of.{client_id}/")
+            assert heads(up) == {f"of.{client_id}/{leaf}" for leaf in first}
+            state = run.seen.snapshots[record.round].clients[client_id]
+            assert state is not None
+            assert same(known[client_id], part(state, "offline.head."))
         server = run.seen.snapshots[record.round].server
-        assert all(same(part(server, f"of.{client}/"), known[client]) for client in tiny.names)
+        assert all(same(part(server, f"of.{client_id}/"), known[client_id]) for client_id in tiny.names)
     assert absent > 2  # the test has seen trained heads of clients that were not there
 
 
 def test_a_server_step_moves_the_online_model_and_not_the_heads(tiny: Federation) -> None:
     run = train(FedCO2(), tiny, server={"lr": 0.5}, train={"rounds": 1})
     first, last = run.seen.snapshots[0].server, run.seen.snapshots[1].server
-    for client in tiny.names:
-        assert same(part(last, f"of.{client}/"), part(run.state(client), "offline.head."))
+    for client_id in tiny.names:
+        assert same(part(last, f"of.{client_id}/"), part(run.state(client_id), "offline.head."))
     name = "online.body.fc1.weight"
-    mean = torch.stack([run.state(client)[name] for client in tiny.names]).mean(0)
+    mean = torch.stack([run.state(client_id)[name] for client_id in tiny.names]).mean(0)
     torch.testing.assert_close(last[name], (first[name] + mean) / 2)
 
 
@@ -313,30 +315,29 @@ def test_names_with_dots_and_slashes(names: tuple[str, ...], tiny: Federation) -
     """Each client is sent every other's head and not its own, and what it sends replaces its own alone."""
     method, first = FedCO2(), loop_for(FedCO2(), config_of(), tiny)
     info = replace(first.info, clients=names, archs=dict.fromkeys(names, first.info.arch))
-    now = replace(first.now(0), info=info)
+    ctx = first.context(0).replace(info=info)
     model = method.build(info.arch, None, info, 0)
-    server, leaves = method.server(model, now), model.offline.head.state_dict().keys()
-    assert heads(server) == {f"of.{client}/{leaf}" for client in names for leaf in leaves}
-    for client in names:
-        here = replace(now, client=client)
-        others = {f"of.{other}/{leaf}" for other in names if other != client for leaf in leaves}
-        down = method.send(server, client, here)
+    server, leaves = method.server(model, ctx), model.offline.head.state_dict().keys()
+    assert heads(server) == {f"of.{client_id}/{leaf}" for client_id in names for leaf in leaves}
+    for client_id in names:
+        here = ctx.replace(client_id=client_id)
+        others = {f"of.{other}/{leaf}" for other in names if other != client_id for leaf in leaves}
+        down = method.send(server, client_id, here)
         assert heads(down) == others
-        me = Me(deepcopy(model), first.config.train, info)
+        client = Client(deepcopy(model), first.config.train, info)
         with torch.no_grad():
-            for place, parameter in enumerate(me.model.offline.head.parameters()):
-                parameter.fill_(names.index(client) + place)
-        up = method.upload(me, here)
+            for place, parameter in enumerate(client.model.offline.head.parameters()):
+                parameter.fill_(names.index(client_id) + place)
+        up = method.upload(client, here)
         assert up.keys() == method.uploads(model, here).keys()
-        assert heads(up) == {f"of.{client}/{leaf}" for leaf in leaves}
-        after = method.aggregate(server, [Upload(client, 1, up)], now)
+        assert heads(up) == {f"of.{client_id}/{leaf}" for leaf in leaves}
+        after = method.aggregate(server, [Upload(client_id, 1, up)], ctx)
         assert after.keys() == server.keys()
         assert {name for name in server if not torch.equal(server[name], after[name])} == heads(up)
         marked = {name: torch.full_like(t, float(list(down).index(name))) for name, t in down.items()}
-        here = replace(here, down=marked)
-        method.start(me, here)
-        for place, other in enumerate(other for other in names if other != client):
-            assert same(me[f"head {place}"].state_dict(), {leaf: marked[f"of.{other}/{leaf}"] for leaf in leaves})
+        method.start(client, here.replace(download=marked))
+        for place, other in enumerate(other for other in names if other != client_id):
+            assert same(client[f"head {place}"].state_dict(), {leaf: marked[f"of.{other}/{leaf}"] for leaf in leaves})
 
 
 def test_a_run_of_clients_with_dots(tiny: Federation, tmp_path: Path) -> None:
@@ -346,9 +347,10 @@ def test_a_run_of_clients_with_dots(tiny: Federation, tmp_path: Path) -> None:
     run = fp.train(odd, method="fed-co2", rounds=2, out=tmp_path / "run")
     assert run.status == "finished"
     again = train(FedCO2(), odd)
-    for client in names:
-        for other in set(names) - {client}:
-            assert same(part(again.spy.down[1, client], f"of.{other}/"), part(again.spy.up[0, other], f"of.{other}/"))
+    for client_id in names:
+        for other in set(names) - {client_id}:
+            down, up = again.spy.downloads[1, client_id], again.spy.uploads[0, other]
+            assert same(part(down, f"of.{other}/"), part(up, f"of.{other}/"))
 
 
 def test_a_client_that_comes_later_is_sent_all_heads(tiny: Federation) -> None:
@@ -359,17 +361,17 @@ def test_a_client_that_comes_later_is_sent_all_heads(tiny: Federation) -> None:
     run = train(FedCO2(), early)
     loop, method = run.loop, run.loop.method
     info = replace(loop.info, later=("textured",))
-    down = method.send(loop.server, "textured", replace(loop.now(2), info=info, client="textured"))
+    down = method.send(loop.server, "textured", loop.context(2).replace(info=info, client_id="textured"))
     assert down.keys() == loop.server.keys()
-    assert down.keys() == method.send(loop.server, None, loop.now(2)).keys()
+    assert down.keys() == method.send(loop.server, None, loop.context(2)).keys()
     for who in clients:
         assert same(part(down, f"of.{who}/"), part(run.state(who), "offline.head."))
     job = Job(method, config_of(evaluate={"moments": ["received", "adapted"], "splits": ["test"]}), info, late, 2)
-    me = open_slot(job)
-    scores = client_evaluate(job, None, down, me)
-    assert [name for name in me.scratch if name.startswith("head ")] == ["head 0", "head 1"]
+    client = open_slot(job)
+    scores = client_evaluate(job, None, down, client)
+    assert [name for name in client.scratch if name.startswith("head ")] == ["head 0", "head 1"]
     for place, who in enumerate(clients):
-        assert same(me[f"head {place}"].state_dict(), part(run.state(who), "offline.head."))
+        assert same(client[f"head {place}"].state_dict(), part(run.state(who), "offline.head."))
     assert scores["adapted"]["test"].loss < scores["received"]["test"].loss
 
 
@@ -387,18 +389,18 @@ class Turn:
 
     job: Job
     state: State
-    down: State
-    me: Me
+    download: State
+    client: Client
 
     def run(self) -> Result:
-        result = client_round(self.job, self.state, self.down, self.me)
+        result = client_round(self.job, self.state, self.download, self.client)
         assert isinstance(result, Result)
         return result
 
 
 @pytest.fixture(scope="module")
 def turns(tiny: Federation) -> Callable[..., Turn]:
-    """A new slot for the second client after two rounds with everybody's heads of so many layers."""
+    """A new slot for the second client after two rounds with everybody's heads of `head_layers` layers."""
     runs: dict[int | str, Trained] = {}
 
     def make(head_layers: int | str = 1) -> Turn:
@@ -406,9 +408,9 @@ def turns(tiny: Federation) -> Callable[..., Turn]:
         if head_layers not in runs:
             runs[head_layers] = train(FedCO2(), tiny, model={"name": "lenet-bn", "head_layers": head_layers})
         run = runs[head_layers]
-        method, now = run.loop.method, replace(run.loop.now(2), client="tinted")
+        method, ctx = run.loop.method, run.loop.context(2).replace(client_id="tinted")
         job = Job(method, config, run.loop.info, tiny.clients["tinted"], 2)
-        return Turn(job, run.state("tinted"), method.send(run.loop.server, "tinted", now), open_slot(job))
+        return Turn(job, run.state("tinted"), method.send(run.loop.server, "tinted", ctx), open_slot(job))
 
     return make
 
@@ -418,46 +420,46 @@ def turn(request: pytest.FixtureRequest, turns: Callable[..., Turn]) -> Turn:
     return turns(request.param)
 
 
-def entered(turn: Turn) -> nn.Module:
+def arrived(turn: Turn) -> nn.Module:
     """The client's models at the start of the round, by themselves."""
     model = turn.job.method.build(turn.job.info.arch, "tinted", turn.job.info, 0)
-    load(model, client_receive(turn.job, turn.state, turn.down))
+    load(model, client_receive(turn.job, turn.state, turn.download))
     return model
 
 
 def test_teachers_and_heads_are_as_they_came_when_the_round_ends(turn: Turn) -> None:
-    start, me = entered(turn), turn.me
+    start, client = arrived(turn), turn.client
     result = turn.run()
-    others = [client for client in turn.job.info.clients if client != "tinted"]
+    others = [client_id for client_id in turn.job.info.clients if client_id != "tinted"]
     for place, other in enumerate(others):
-        frozen = me[f"head {place}"]
-        assert same(frozen.state_dict(), part(turn.down, f"of.{other}/"))  # batch norm's statistics included
+        frozen = client[f"head {place}"]
+        assert same(frozen.state_dict(), part(turn.download, f"of.{other}/"))  # batch norm's statistics included
         assert not frozen.training
         assert not any(p.requires_grad or p.grad is not None for p in frozen.parameters())
     for which in PAIR:
-        assert same(me[which].state_dict(), getattr(start, which).state_dict())
-        assert not me[which].training
+        assert same(client[which].state_dict(), getattr(start, which).state_dict())
+        assert not client[which].training
         assert not same(part(result.state, f"{which}."), getattr(start, which).state_dict())
     assert same(part(start.state_dict(), "offline."), part(turn.state, "offline."))  # nothing of it was received
-    assert not any(name.startswith("offline.") for name in turn.down)
+    assert not any(name.startswith("offline.") for name in turn.download)
     assert same(part(result.upload, "of.tinted/"), part(result.state, "offline.head."))
 
 
 def losses(turn: Turn, which: str, **changes: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients of the adaptation on the client's first images; the slot is filled as for a round."""
-    method, me = replace(turn.job.method, **changes), turn.me
+    method, client = replace(turn.job.method, **changes), turn.client
     x, y = batch(turn)
-    model = me.model.train().requires_grad_(True)
-    load(model, entered(turn).state_dict())
+    model = client.model.train().requires_grad_(True)
+    load(model, arrived(turn).state_dict())
     model.zero_grad(set_to_none=True)
-    loss = method.adaptation(which, 2, me, x, y)
+    loss = method.adaptation(which, 2, client, x, y)
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def batch(turn: Turn) -> tuple[Tensor, Tensor]:
     split = turn.job.data.train
-    return inputs(split.x[:16], turn.job.config), split.y[:16]
+    return model_inputs(split.x[:16], turn.job.config), split.y[:16]
 
 
 @pytest.mark.parametrize("which", PAIR)
@@ -465,14 +467,14 @@ def test_gradients_reach_the_body_through_the_heads_of_others(which: str, turn: 
     """Eqs. 6 and 7 by hand: a sum over the others, heads in eval mode; the own head learns from its own loss alone."""
     turn.run()
     loss, gradients = losses(turn, which, mu=0.7)
-    model = entered(turn)
+    model = arrived(turn)
     net = getattr(model, which).train()
     x, y = batch(turn)
     z = net.body(x)
     expected = cross_entropy(net.head(z), y)
     for other in ("plain", "textured"):
         foreign = deepcopy(net.head).eval()
-        foreign.load_state_dict(part(turn.down, f"of.{other}/"))
+        foreign.load_state_dict(part(turn.download, f"of.{other}/"))
         expected = expected + 0.7 * cross_entropy(foreign(z), y)
     expected.backward()
     torch.testing.assert_close(loss, expected.detach())
@@ -490,23 +492,23 @@ def test_gradients_reach_the_body_through_the_heads_of_others(which: str, turn: 
 def test_heads_of_others_use_the_statistics_of_their_owners(turns: Callable[..., Turn]) -> None:
     """With batch norm in the classifier, its running statistics travel and are what it normalises by."""
     turn = turns(2)
-    statistics = [name for name in turn.down if name.startswith("of.") and "running" in name]
+    statistics = [name for name in turn.download if name.startswith("of.") and "running" in name]
     assert len(statistics) == 4  # of two other clients
     for name in statistics:
         owner, leaf = name.removeprefix("of.").split("/")
-        assert not torch.equal(turn.down[name], turn.state[f"offline.head.{leaf}"]), owner
+        assert not torch.equal(turn.download[name], turn.state[f"offline.head.{leaf}"]), owner
     turn.run()
     loss, _ = losses(turn, "online")
-    shifted = {name: t + 1 if name in statistics else t for name, t in turn.down.items()}
-    other = replace(turn, down=shifted, me=open_slot(turn.job))
+    shifted = {name: t + 1 if name in statistics else t for name, t in turn.download.items()}
+    other = replace(turn, download=shifted, client=open_slot(turn.job))
     other.run()
     assert losses(other, "online")[0] != loss
 
 
 def mutual(turn: Turn, which: str, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    model = turn.me.model.requires_grad_(True)
+    model = turn.client.model.requires_grad_(True)
     model.zero_grad(set_to_none=True)
-    loss = turn.job.method.mutual(which, turn.me, x, y)
+    loss = turn.job.method.mutual(which, turn.client, x, y)
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -516,9 +518,9 @@ def test_mutual_learning_by_hand(which: str, turns: Callable[..., Turn]) -> None
     """Eqs. 4 and 5: KL(partner's copy || student), mean over images; labels play no part, the partner gets nothing."""
     turn = turns()
     turn.run()
-    start = entered(turn)
-    load(turn.me.model, start.state_dict())
-    turn.me.model.train()
+    start = arrived(turn)
+    load(turn.client.model, start.state_dict())
+    turn.client.model.train()
     partner = getattr(start, "offline" if which == "online" else "online").eval()
     x, y = batch(turn)
     loss, gradients = mutual(turn, which, x, y)
@@ -533,25 +535,25 @@ def test_mutual_learning_by_hand(which: str, turns: Callable[..., Turn]) -> None
     assert gradients.keys() == {f"{which}.{name}" for name, _ in net.named_parameters()}
     for name, parameter in net.named_parameters():
         torch.testing.assert_close(gradients[f"{which}.{name}"], parameter.grad, rtol=1e-3, atol=1e-6)
-    load(turn.me.model, entered(turn).state_dict())
-    turn.me.model.train()
+    load(turn.client.model, arrived(turn).state_dict())
+    turn.client.model.train()
     assert torch.equal(mutual(turn, which, x, (y + 1) % 10)[0], loss)
 
 
 def test_nobody_learns_from_a_partner_that_says_the_same(tiny: Federation) -> None:
     """Teachers are in eval mode: at the first weights a student in eval mode has nothing to learn."""
     job = Job(FedCO2(), config_of(), loop_for(FedCO2(), config_of(), tiny).info, tiny.clients["plain"], 0)
-    me = open_slot(job)
-    me.model.eval()
+    client = open_slot(job)
+    client.model.eval()
     for which in PAIR:
-        me.freeze(which, getattr(me.model, which))
-    turn = Turn(job, {}, {}, me)
+        client.freeze(which, getattr(client.model, which))
+    turn = Turn(job, {}, {}, client)
     x, y = batch(turn)
     for which in PAIR:
         loss, gradients = mutual(turn, which, x, y)
         assert abs(float(loss)) < 1e-6
         assert max(float(g.abs().max()) for g in gradients.values()) < 1e-6
-    me.model.train()
+    client.model.train()
     assert float(mutual(turn, "online", x, y)[0]) > 1e-4
 
 
@@ -563,16 +565,16 @@ def test_the_passes_of_a_round(turns: Callable[..., Turn]) -> None:
     batches: list[tuple[str, int]] = []
 
     class Counting(FedCO2):
-        def mutual(self, which: str, me: Me, x: Tensor, y: Tensor) -> Tensor:
+        def mutual(self, which: str, client: Client, x: Tensor, y: Tensor) -> Tensor:
             batches.append((f"mutual {which}", len(y)))
-            return super().mutual(which, me, x, y)
+            return super().mutual(which, client, x, y)
 
-        def adaptation(self, which: str, heads: int, me: Me, x: Tensor, y: Tensor) -> Tensor:
+        def adaptation(self, which: str, heads: int, client: Client, x: Tensor, y: Tensor) -> Tensor:
             assert heads == 2
             batches.append((which, len(y)))
-            return super().adaptation(which, heads, me, x, y)
+            return super().adaptation(which, heads, client, x, y)
 
-    client_round(replace(job, method=Counting()), turn.state, turn.down)
+    client_round(replace(job, method=Counting()), turn.state, turn.download)
     epoch = [16, 16, 8]
     counts = [("mutual online", 1), ("mutual offline", 1), ("online", 3), ("offline", 3)]
     assert batches == [(name, size) for name, epochs in counts for size in epoch * epochs]
@@ -584,17 +586,17 @@ def test_the_passes_of_a_round(turns: Callable[..., Turn]) -> None:
 def test_records_hold_the_accuracy_of_both_models_and_of_their_sum(tiny: Federation, tmp_path: Path) -> None:
     run = fp.train(tiny, method="fed-co2", rounds=2, out=tmp_path / "run")
     differ = 0
-    for client, data in tiny.clients.items():
-        score = run.record.rounds[-1].scores["received"]["test"][client]
-        inside = run.models[client].examine(data.test.x)
-        online, offline = (torch.as_tensor(inside[f"scores/{which}"]) for which in PAIR)
-        assert score.paths == {
+    for client_id, data in tiny.clients.items():
+        score = run.record.rounds[-1].scores["received"]["test"][client_id]
+        details = run.models[client_id].diagnostics(data.test.x)
+        online, offline = (torch.as_tensor(details[f"scores/{which}"]) for which in PAIR)
+        assert score.branches == {
             "online": int((online.argmax(1) == data.test.y).sum()),
             "offline": int((offline.argmax(1) == data.test.y).sum()),
         }
         assert score.correct == int(((online + offline).argmax(1) == data.test.y).sum())  # Eq. 3: logits are added
-        assert score.inside == {}
-        differ += len({*score.paths.values(), score.correct}) > 1
+        assert score.diagnostics == {}
+        differ += len({*score.branches.values(), score.correct}) > 1
     assert differ
 
 
@@ -602,13 +604,13 @@ def test_records_hold_the_accuracy_of_both_models_and_of_their_sum(tiny: Federat
 @pytest.mark.parametrize(("head_layers", "head"), [(1, HEAD), (2, WIDE_HEAD)])
 def test_bytes_of_a_round(clients: int, head_layers: int, head: int) -> None:
     """What FedBN sends, and heads: all others' down, the own one up."""
-    data = fp.federation("digits-skew", clients=clients, seed=0, samples=20)
+    data = fp.make_federation("digits-skew", clients=clients, seed=0, samples=20)
     sections = {"model": {"name": "lenet-bn", "head_layers": head_layers}, "train": {"rounds": 1}}
     (record,) = train(FedCO2(), data, **deepcopy(sections)).seen.records[1:]
     (fedbn,) = train(FedBN(), data, **deepcopy(sections)).seen.records[1:]
-    for client in data.names:
-        assert record.down[client] == fedbn.down[client] + (clients - 1) * head
-        assert record.up[client] == fedbn.up[client] + head
+    for client_id in data.names:
+        assert record.down[client_id] == fedbn.down[client_id] + (clients - 1) * head
+        assert record.up[client_id] == fedbn.up[client_id] + head
 
 
 def test_a_client_owns_two_models() -> None:
@@ -625,4 +627,4 @@ def test_options_survive_a_resume(method: FedCO2, tiny: Federation) -> None:
         loop = loop_for(method, config_of(**deepcopy(sections)), tiny)
         assert loop.run([], start=straight.seen.snapshots[after]) == "finished"
         assert same(loop.server, straight.loop.server)
-        assert all(same(loop.states[client], straight.loop.states[client]) for client in tiny.names)
+        assert all(same(loop.states[client_id], straight.loop.states[client_id]) for client_id in tiny.names)

@@ -13,22 +13,22 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fedprism.config import structure
-from fedprism.engines.client import Job, Result, client_round, open_slot
 from fedprism.errors import ConfigError
-from fedprism.federation import Federation, Split, federation
+from fedprism.federation import Federation, Split, make_federation
 from fedprism.methods.base import State, Upload, squared_distance
 from fedprism.methods.fedamp import FedAMP, typical
 from fedprism.methods.fedprox import FedProx
 from fedprism.methods.local import Local
-from tests.helpers import cut, loop_for, same
-from tests.test_limit_cases import MLP, Trained, config_of, train
+from fedprism.round.client import Job, client_round, open_slot
+from fedprism.round.engine import Result
+from tests.harness import MLP, Trained, config_of, cut, loop_for, same, train
 
 HUGE = 1e300
 
 
 @pytest.fixture(scope="module")
 def five() -> Federation:
-    return federation("digits-skew", clients=5, seed=0, samples=40, split={"validation": 0.02, "test": 0.1})
+    return make_federation("digits-skew", clients=5, seed=0, samples=40, split={"validation": 0.02, "test": 0.1})
 
 
 def mix_of(run: Trained) -> Tensor:
@@ -36,11 +36,11 @@ def mix_of(run: Trained) -> Tensor:
     return run.server["mix"][:-1]
 
 
-def sent(run: Trained, client: str | None, server: State | None = None) -> State:
+def sent(run: Trained, client_id: str | None, server: State | None = None) -> State:
     """What a client would be sent after the last round."""
     loop = run.loop
-    now = loop.now(loop.config.train.rounds)
-    return loop.method.send(server or loop.server, client, replace(now, client=client))
+    ctx = loop.context(loop.config.train.rounds)
+    return loop.method.send(server or loop.server, client_id, ctx.replace(client_id=client_id))
 
 
 def mean_of(states: list[State]) -> State:
@@ -66,12 +66,12 @@ def test_a_real_run_mixes(tiny: Federation) -> None:
     assert (others > 0).all()
     assert (xi.argmax(1) == torch.arange(clients)).all()
     torch.testing.assert_close(xi.sum(1), torch.ones(clients, dtype=torch.float64))
-    logged = [run.seen.records[-1].logs[client]["weight/own"] for client in tiny.names]
+    logged = [run.seen.records[-1].logs[client_id]["weight/own"] for client_id in tiny.names]
     assert logged == xi.diagonal().tolist()
 
 
 def test_a_real_run_of_few_participants_mixes(five: Federation) -> None:
-    """Five clients, two of them a round: every model that was ever sent counts."""
+    """Five clients, two of them per round: every model that was ever sent counts."""
     run = train(FedAMP(), five, model=MLP, clients={"participation": 0.4}, train={"rounds": 6})
     known = run.server["sent"]
     others = mix_of(run)[known][:, known][~torch.eye(int(known.sum()), dtype=torch.bool)]
@@ -82,17 +82,17 @@ def test_a_real_run_of_few_participants_mixes(five: Federation) -> None:
 def test_sigma_is_the_median_of_the_rounds_uploads(five: Federation) -> None:
     """Not of the models of those who took no part, though these are mixed too; one upload alone has no distance."""
     run = train(FedAMP(), five, model=MLP, train={"rounds": 1})
-    loop, place = run.loop, run.loop.info.place
+    loop, index = run.loop, run.loop.info.index
     weights = [n for n, _ in loop.models[loop.info.arch].named_parameters()]
     models = {c: {n: state[n] for n in weights} for c, state in run.states.items()}
     far = {(a, b): float(squared_distance(models[a], models[b])) for a in models for b in models if a != b}
     for there in (five.names[:3], five.names[1:3], five.names[4:]):
         uploads = [Upload(c, 40, {f"model/{n}": t for n, t in run.states[c].items()}) for c in there]
-        xi = loop.method.aggregate(loop.server, uploads, loop.now(1))["mix"]
+        xi = loop.method.aggregate(loop.server, uploads, loop.context(1))["mix"]
         pairs = [d for pair, d in far.items() if len(there) == 1 or set(pair) <= set(there)]
         for (a, b), d in far.items():
             expected = math.exp(-d / median_low(pairs)) / 5
-            assert float(xi[place[a], place[b]]) == pytest.approx(expected, rel=1e-4)
+            assert float(xi[index[a], index[b]]) == pytest.approx(expected, rel=1e-4)
 
 
 def test_attention_by_hand() -> None:
@@ -119,7 +119,7 @@ def test_distances_are_of_parameters_alone(tiny: Federation) -> None:
     """Running statistics, which can be of any size, change no weight; but they are mixed by the same weights."""
     run = train(FedAMP(), tiny, train={"rounds": 2})
     loop, name = run.loop, "body.bn1.running_mean"
-    models = {client: dict(state) for client, state in run.states.items()}
+    models = {client_id: dict(state) for client_id, state in run.states.items()}
     weights = [n for n, _ in loop.models[loop.info.arch].named_parameters()]
     pairs = [("plain", "tinted"), ("plain", "textured"), ("tinted", "textured")]
     far = [squared_distance(models[a], {n: models[b][n] for n in weights}) for a, b in pairs]
@@ -128,7 +128,7 @@ def test_distances_are_of_parameters_alone(tiny: Federation) -> None:
     torch.testing.assert_close(mix_of(run)[[0, 0, 1], [1, 2, 2]], expected, rtol=1e-4, atol=0)
     models["tinted"][name] = models["tinted"][name] + 1e3
     uploads = [Upload(c, 40, {f"model/{n}": t for n, t in state.items()}) for c, state in models.items()]
-    after = loop.method.aggregate(loop.server, uploads, loop.now(1))
+    after = loop.method.aggregate(loop.server, uploads, loop.context(1))
     assert torch.equal(after["mix"], run.server["mix"])
     shift = sent(run, "plain", after)[name] - sent(run, "plain")[name]
     torch.testing.assert_close(shift, torch.full_like(shift, 1e3 * float(expected[0])), rtol=1e-3, atol=1e-3)
@@ -140,11 +140,11 @@ def test_distances_are_of_parameters_alone(tiny: Federation) -> None:
 def test_a_wide_attention_at_a_fixed_step_does_not_mix(tiny: Federation) -> None:
     """xi_kj = alpha/sigma goes to zero: without a pull every client is alone, bit by bit."""
     apart, alone = train(FedAMP(mu=0.0, sigma=HUGE, alpha=1.0), tiny), train(Local(), tiny)
-    for client, state in apart.states.items():
-        assert same(state, alone.states[client])
+    for client_id, state in apart.states.items():
+        assert same(state, alone.states[client_id])
     assert apart.correct("trained") == alone.correct("trained")
     mixing = train(FedAMP(mu=0.0), tiny)
-    assert not any(same(state, alone.states[client]) for client, state in mixing.states.items())
+    assert not any(same(state, alone.states[client_id]) for client_id, state in mixing.states.items())
 
 
 def test_a_wide_attention_with_its_own_step_is_a_plain_mean(tiny: Federation) -> None:
@@ -154,8 +154,8 @@ def test_a_wide_attention_with_its_own_step_is_a_plain_mean(tiny: Federation) ->
     run = train(FedAMP(mu=0.5, sigma=HUGE), sites, **settings)
     torch.testing.assert_close(mix_of(run), torch.full((3, 3), 1 / 3, dtype=torch.float64))
     one = train(FedProx(mu=0.5), sites, clients={"weighting": "uniform"}, **settings)
-    for client in sites.names:
-        assert_close(sent(run, client), one.server)
+    for client_id in sites.names:
+        assert_close(sent(run, client_id), one.server)
     by_samples = train(FedProx(mu=0.5), sites, **settings)
     assert not torch.allclose(sent(run, "plain")["head.fc3.weight"], by_samples.server["head.fc3.weight"], atol=1e-4)
 
@@ -197,19 +197,19 @@ def test_a_step_of_the_server_is_refused(tiny: Federation) -> None:
 
 def test_who_is_absent_keeps_its_last_upload_in_the_mixture(tiny: Federation) -> None:
     run = train(FedAMP(), tiny, model=MLP, clients={"participation": 0.67}, train={"rounds": 4})
-    place, name = run.loop.info.place, "head.fc3.weight"
+    index, name = run.loop.info.index, "head.fc3.weight"
     before, after, record = run.seen.snapshots[3], run.seen.snapshots[4], run.seen.records[4]
     assert after.server["sent"].all()
     (absent,) = set(tiny.names) - set(record.cohort)
     kept = after.server[f"{name}/all"]
-    assert torch.equal(kept[place[absent]], before.server[f"{name}/all"][place[absent]])
-    assert torch.equal(kept[place[absent]], (after.clients[absent] or {})[name])
-    for client in record.cohort:
-        assert not torch.equal(kept[place[client]], before.server[f"{name}/all"][place[client]])
+    assert torch.equal(kept[index[absent]], before.server[f"{name}/all"][index[absent]])
+    assert torch.equal(kept[index[absent]], (after.clients[absent] or {})[name])
+    for client_id in record.cohort:
+        assert not torch.equal(kept[index[client_id]], before.server[f"{name}/all"][index[client_id]])
         changed = {**after.server, f"{name}/all": kept.clone()}
-        changed[f"{name}/all"][place[absent]] += 1
-        shift = sent(run, client, changed)[name] - sent(run, client)[name]
-        weight = mix_of(run)[place[client], place[absent]]
+        changed[f"{name}/all"][index[absent]] += 1
+        shift = sent(run, client_id, changed)[name] - sent(run, client_id)[name]
+        weight = mix_of(run)[index[client_id], index[absent]]
         torch.testing.assert_close(shift, weight.float().expand_as(shift), rtol=1e-3, atol=1e-5)
         assert weight > 0.01
 
@@ -224,8 +224,8 @@ def test_a_stranger_gets_the_plain_mean_of_what_is_kept(tiny: Federation) -> Non
     here = next(iter(run.states))
     assert not torch.allclose(sent(run, here)["head.fc2.weight"], sent(run, None)["head.fc2.weight"], atol=1e-4)
     first = run.loop.models[run.loop.info.arch].state_dict()
-    for client in (*tiny.names, None):
-        assert same(sent(run, client, run.seen.snapshots[0].server), first)
+    for client_id in (*tiny.names, None):
+        assert same(sent(run, client_id, run.seen.snapshots[0].server), first)
 
 
 # --- the client ------------------------------------------------------------------------------------------------------
@@ -234,12 +234,12 @@ def test_a_stranger_gets_the_plain_mean_of_what_is_kept(tiny: Federation) -> Non
 def test_the_pull_towards_the_cloud_model_has_a_gradient(tiny: Federation) -> None:
     """mu (w - u), on every parameter; in some libraries it is computed on detached weights."""
     method, config = FedAMP(mu=0.7), config_of(model=MLP)
-    me = open_slot(Job(method, config, loop_for(method, config, tiny).info, tiny.clients["plain"], 0))
+    client = open_slot(Job(method, config, loop_for(method, config, tiny).info, tiny.clients["plain"], 0))
     x, y = torch.rand(8, *tiny.shape, generator=torch.Generator().manual_seed(0)), torch.arange(8)
-    own = me.parameters()
-    me.keep("anchor", {n: p - 0.25 for n, p in own.items()})
-    pulled = torch.autograd.grad(method.loss(me, x, y), list(own.values()))
-    free = torch.autograd.grad(cross_entropy(me.model(x), y), list(own.values()))
+    own = client.parameters()
+    client.keep("anchor", {n: p - 0.25 for n, p in own.items()})
+    pulled = torch.autograd.grad(method.loss(client, x, y), list(own.values()))
+    free = torch.autograd.grad(cross_entropy(client.model(x), y), list(own.values()))
     for a, b in zip(pulled, free, strict=True):
         torch.testing.assert_close(a - b, torch.full_like(a, 0.7 * 0.25))
 

@@ -11,18 +11,17 @@ import torch
 from torch import Tensor
 
 from fedprism.config import Config, structure
-from fedprism.engines.client import Job, client_evaluate, client_round, open_slot
-from fedprism.engines.loop import Loop
 from fedprism.errors import ConfigError
 from fedprism.federation import Federation
 from fedprism.methods import METHODS
-from fedprism.methods.base import Me, Method, Net, Now, State, leaves
+from fedprism.methods.base import Client, Context, Method, Net, State, leaves
 from fedprism.methods.fedavg import FedAvg
 from fedprism.methods.fedbabu import FedBABU
 from fedprism.methods.fedper import FedPer
 from fedprism.methods.finetune import FineTune
-from tests.helpers import Collect, loop_for, same
-from tests.test_finetune import changed, tuned
+from fedprism.round.client import Job, client_evaluate, client_round, open_slot
+from fedprism.round.loop import Loop
+from tests.harness import Collect, changed, loop_for, same, tuned
 
 ROUNDS = 2
 TWO = {"name": "lenet-bn", "head_layers": 2}  # batch norm in the head too
@@ -30,7 +29,7 @@ TWO = {"name": "lenet-bn", "head_layers": 2}  # batch norm in the head too
 
 def config_of(**sections: Any) -> Config:
     evaluate = {"splits": ["test"], "moments": ["received", "adapted", "global"]}
-    return structure({"train": {"rounds": ROUNDS, "batch": 16}, "evaluate": evaluate, **sections}, Config)
+    return structure({"train": {"rounds": ROUNDS, "batch_size": 16}, "evaluate": evaluate, **sections}, Config)
 
 
 def trained(method: Method, federation: Federation, **sections: Any) -> tuple[Loop, Collect]:
@@ -44,16 +43,16 @@ def of(state: State | None, part: str) -> State:
     return {name: tensor for name, tensor in state.items() if name.startswith(f"{part}.")}
 
 
-def job_of(loop: Loop, federation: Federation, client: str) -> Job:
-    return Job(loop.method, loop.config, loop.info, federation.clients[client], ROUNDS)
+def job_of(loop: Loop, federation: Federation, client_id: str) -> Job:
+    return Job(loop.method, loop.config, loop.info, federation.clients[client_id], ROUNDS)
 
 
 @pytest.mark.parametrize("model", ["lenet-bn", TWO], ids=["one layer", "two layers"])
 def test_every_head_stays_as_it_was_drawn(model: Any, tiny: Federation) -> None:
     loop, seen = trained(FedBABU(), tiny, model=model)
     first = loop.info.arch.model(loop.info.seed).state_dict()
-    for client, state in loop.states.items():
-        assert same(of(state, "head"), of(first, "head")), client
+    for client_id, state in loop.states.items():
+        assert same(of(state, "head"), of(first, "head")), client_id
         assert not same(of(state, "body"), of(first, "body"))
     assert all(record.scores["adapted"] != record.scores["received"] for record in seen.records)
 
@@ -63,14 +62,14 @@ def test_the_head_has_a_gradient_in_the_adaptation_alone(tiny: Federation) -> No
 
     @dataclass(frozen=True)
     class Watched(FedBABU):
-        def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
-            asked.extend(parameter.requires_grad for parameter in me.model.head.parameters())
-            return super().loss(me, x, y)
+        def loss(self, client: Client, x: Tensor, y: Tensor) -> Tensor:
+            asked.extend(parameter.requires_grad for parameter in client.model.head.parameters())
+            return super().loss(client, x, y)
 
     trained(Watched(epochs=0), tiny)
     assert set(asked) == {False}
     asked.clear()
-    moved = changed(*tuned(Watched(), tiny))
+    moved = changed(*tuned(Watched(), tiny, config_of()))
     assert set(asked) == {True}
     assert {"head.fc2.weight", "head.fc2.bias"} <= moved
 
@@ -85,13 +84,13 @@ def test_without_epochs_it_is_tested_as_received(tiny: Federation) -> None:
     for record in seen.records:
         assert record.scores["adapted"] == record.scores["received"] == record.scores["global"]
     assert same(still.server, loop.server)
-    assert all(same(state, still.states[client]) for client, state in loop.states.items())
+    assert all(same(state, still.states[client_id]) for client_id, state in loop.states.items())
 
 
 def test_to_send_the_head_too_would_change_nothing(tiny: Federation) -> None:
     @dataclass(frozen=True)
     class Whole(FedBABU):
-        def shared(self, model: Net, now: Now) -> Collection[str]:
+        def shared(self, model: Net, ctx: Context) -> Collection[str]:
             return leaves.everything(model)
 
     (less, _), (more, _) = trained(FedBABU(epochs=0), tiny), trained(Whole(epochs=0), tiny)
@@ -111,11 +110,11 @@ def test_a_head_that_learns_makes_another_body(other: Method, tiny: Federation) 
 def test_a_stranger_has_the_same_head(tiny: Federation) -> None:
     """It is sent the body alone; the head comes from the seed, so it is tested as somebody who was there."""
     loop, _ = trained(FedBABU(), tiny)
-    down = loop.method.send(loop.server, None, loop.now(ROUNDS))
-    assert set(down) == set(of(loop.states["tinted"], "body"))
+    download = loop.method.send(loop.server, None, loop.context(ROUNDS))
+    assert set(download) == set(of(loop.states["tinted"], "body"))
     job = job_of(loop, tiny, "tinted")
     assert same(of(open_slot(job).model.state_dict(), "head"), of(loop.states["plain"], "head"))
-    assert client_evaluate(job, None, down) == client_evaluate(job, loop.states["tinted"], down)
+    assert client_evaluate(job, None, download) == client_evaluate(job, loop.states["tinted"], download)
 
 
 def test_a_model_without_a_body_is_refused(tiny: Federation) -> None:

@@ -16,16 +16,17 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fedprism.config import Config, structure
-from fedprism.engines.client import Job, Result, client_receive, client_round, make_info, open_slot
-from fedprism.engines.loop import Loop
-from fedprism.engines.passes import inputs
 from fedprism.errors import ConfigError
 from fedprism.federation import Federation, Split
-from fedprism.methods.base import Me, State, load, no_draw
+from fedprism.methods.base import Client, State, load, no_draw
 from fedprism.methods.fedcp import FedCP, mmd
 from fedprism.methods.fedper import FedPer
 from fedprism.models import Arch
-from tests.helpers import Collect, loop_for, same
+from fedprism.round.client import Job, client_receive, client_round, make_info, open_slot
+from fedprism.round.engine import Result
+from fedprism.round.loop import Loop
+from fedprism.round.training import model_inputs
+from tests.harness import Collect, loop_for, same
 
 TABLE_1 = [
     (),
@@ -42,7 +43,7 @@ TWO = {"name": "lenet-bn", "head_layers": 2}  # batch norm in the head, too
 
 
 def config_of(**sections: Any) -> Config:
-    train = {"rounds": 2, "batch": 16, **sections.pop("train", {})}
+    train = {"rounds": 2, "batch_size": 16, **sections.pop("train", {})}
     return structure({"train": train, "evaluate": {"splits": ["test"]}, **sections}, Config)
 
 
@@ -53,7 +54,7 @@ def train(method: Any, federation: Federation, **sections: Any) -> tuple[Loop, C
 
 
 def states(loop: Loop) -> dict[str, State]:
-    return {client: state for client, state in loop.states.items() if state is not None}
+    return {client_id: state for client_id, state in loop.states.items() if state is not None}
 
 
 def part(state: State, prefix: str) -> State:
@@ -68,7 +69,7 @@ def job_of(method: Any, federation: Federation, **sections: Any) -> Job:
 
 
 def batch(job: Job, rows: slice = slice(0, 12)) -> tuple[Tensor, Tensor]:
-    return inputs(job.data.train.x[rows], job.config), job.data.train.y[rows]
+    return model_inputs(job.data.train.x[rows], job.config), job.data.train.y[rows]
 
 
 def stirred(job: Job) -> State:
@@ -81,10 +82,10 @@ def stirred(job: Job) -> State:
     }
 
 
-def slot_of(job: Job) -> Me:
-    me = open_slot(job)
-    load(me.model, stirred(job))
-    return me
+def slot_of(job: Job) -> Client:
+    client = open_slot(job)
+    load(client.model, stirred(job))
+    return client
 
 
 def split_by_hand(a: Tensor) -> tuple[Tensor, Tensor]:
@@ -175,7 +176,7 @@ def test_without_the_sample_all_images_are_split_alike(tiny: Federation) -> None
     for without, alike in (((), False), (("cs",), False), (("ss",), True), (("cs", "ss"), True)):
         job = job_of(FedCP(without=without), tiny)  # type: ignore[arg-type]
         model = slot_of(job).model.eval()
-        s = job.method.examine(model, batch(job)[0], no_draw).spreads["s"]
+        s = job.method.forward_details(model, batch(job)[0], no_draw).quantiles["s"]
         assert torch.allclose(s, s[:1].expand_as(s)) is alike
 
 
@@ -230,16 +231,16 @@ def test_sgd_never_turns_the_vector_of_a_linear_head(tiny: Federation) -> None:
 def test_no_gradient_through_the_vector(tiny: Federation) -> None:
     """The personal head learns from its own scores alone, although the vector was made of it."""
     job = job_of(FedCP(lam=0.0), tiny)
-    me = slot_of(job)
-    assert not me.model.client["v"].requires_grad
+    client = slot_of(job)
+    assert not client.model.client["v"].requires_grad
     x, y = batch(job)
-    job.method.start(me, None)  # type: ignore[arg-type]
-    job.method.loss(me, x, y).backward()
-    z = me.model.net.body(x).detach()
-    r, s = (share.detach() for share in split_by_hand(me.model.policy(me.model.client["v"] * z)))
-    head = me.model.net.head
+    job.method.start(client, None)  # type: ignore[arg-type]
+    job.method.loss(client, x, y).backward()
+    z = client.model.net.body(x).detach()
+    r, s = (share.detach() for share in split_by_hand(client.model.policy(client.model.client["v"] * z)))
+    head = client.model.net.head
     found = head.fc2.weight.grad.clone()
-    (expected,) = torch.autograd.grad(cross_entropy(me.model.common(r * z) + head(s * z), y), [head.fc2.weight])
+    (expected,) = torch.autograd.grad(cross_entropy(client.model.common(r * z) + head(s * z), y), [head.fc2.weight])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
@@ -248,15 +249,15 @@ def test_a_random_first_vector(tiny: Federation) -> None:
     seen = train(FedCP(first_vector="random"), tiny)[1]
     _, one, two = ({c: s for c, s in snapshot.clients.items() if s is not None} for snapshot in seen.snapshots)
     assert one.keys() == two.keys() == tiny.clients.keys()
-    for client, state in one.items():
+    for client_id, state in one.items():
         v = state["client.v"]
         assert (v > 0).all()
         assert float(v.norm()) == pytest.approx(1.0)
         assert float(v.std()) > 0.01
-        assert not any(torch.equal(v, other["client.v"]) for name, other in one.items() if name != client)
-        torch.testing.assert_close(two[client]["client.v"], vector(state))
+        assert not any(torch.equal(v, other["client.v"]) for name, other in one.items() if name != client_id)
+        torch.testing.assert_close(two[client_id]["client.v"], vector(state))
     plain = train(FedCP(), tiny, train={"rounds": 1})[0]
-    assert not any(same(part(state, "net."), part(states(plain)[client], "net.")) for client, state in one.items())
+    assert not any(same(part(state, "net."), part(states(plain)[c], "net.")) for c, state in one.items())
 
 
 def test_without_cs_and_ss_one_random_vector_is_never_changed(tiny: Federation) -> None:
@@ -288,26 +289,26 @@ def test_mmd_compares_sets_not_pairs() -> None:
 
 def test_the_frozen_body_is_the_received_one_in_train_mode(tiny: Federation) -> None:
     """Then both bodies agree to the bit at the first step, so the alignment starts at zero; later it does not."""
-    one_step = train(FedCP(), tiny, train={"rounds": 1, "batch": 64})[1].records[-1].logs
-    more = train(FedCP(), tiny, train={"rounds": 1, "batch": 16})[1].records[-1].logs
+    one_step = train(FedCP(), tiny, train={"rounds": 1, "batch_size": 64})[1].records[-1].logs
+    more = train(FedCP(), tiny, train={"rounds": 1, "batch_size": 16})[1].records[-1].logs
     assert all(abs(logs["mmd"]) < 1e-5 for logs in one_step.values())
     assert all(logs["mmd"] > 1e-4 for logs in more.values())
 
 
 def test_the_frozen_body_has_statistics_of_its_own(tiny: Federation) -> None:
     job = job_of(FedCP(), tiny)
-    me = slot_of(job)
-    received = {name: value.clone() for name, value in me.model.net.body.state_dict().items()}
-    job.method.start(me, None)  # type: ignore[arg-type]
-    me.model.train()
+    client = slot_of(job)
+    received = {name: value.clone() for name, value in client.model.net.body.state_dict().items()}
+    job.method.start(client, None)  # type: ignore[arg-type]
+    client.model.train()
     x, y = batch(job)
-    job.method.loss(me, x, y).backward()
-    torch.optim.SGD([p for p in me.model.net.parameters() if p.grad is not None], lr=0.1).step()
-    parameters = dict(me["body"].named_parameters())
+    job.method.loss(client, x, y).backward()
+    torch.optim.SGD([p for p in client.model.net.parameters() if p.grad is not None], lr=0.1).step()
+    parameters = dict(client["body"].named_parameters())
     assert all(torch.equal(parameters[name], received[name]) for name in parameters)
     assert not any(p.requires_grad or p.grad is not None for p in parameters.values())
-    job.method.loss(me, x, y)
-    statistic, other = me["body"].state_dict()["bn2.running_mean"], me.model.net.body.state_dict()["bn2.running_mean"]
+    job.method.loss(client, x, y)
+    statistic, other = client["body"].bn2.running_mean, client.model.net.body.bn2.running_mean
     assert not torch.equal(statistic, received["bn2.running_mean"])
     assert not torch.equal(statistic, other)
 
@@ -317,19 +318,19 @@ def test_the_alignment_pulls_at_the_body_alone(tiny: Federation) -> None:
     job = job_of(FedCP(), tiny)
     losses, grads = [], []
     for lam in (0.0, 3.0):
-        me = slot_of(job)
+        client = slot_of(job)
         method = FedCP(lam=lam)
-        method.start(me, None)  # type: ignore[arg-type]
+        method.start(client, None)  # type: ignore[arg-type]
         with torch.no_grad():
-            for p in me["body"].parameters():
+            for p in client["body"].parameters():
                 p.add_(0.05)  # so that the two differ
-        me.model.train()
+        client.model.train()
         x, y = batch(job)
-        loss = method.loss(me, x, y)
+        loss = method.loss(client, x, y)
         loss.backward()
         losses.append(loss.detach())
-        grads.append({name: p.grad for name, p in me.model.named_parameters()})
-    apart = mmd(me.model.net.body(x), me["body"](x)).detach()
+        grads.append({name: p.grad for name, p in client.model.named_parameters()})
+    apart = mmd(client.model.net.body(x), client["body"](x)).detach()
     assert apart > 0.01
     torch.testing.assert_close(losses[1] - losses[0], 3 * apart, rtol=1e-4, atol=1e-5)
     for name, plain in grads[0].items():
@@ -337,9 +338,8 @@ def test_the_alignment_pulls_at_the_body_alone(tiny: Federation) -> None:
             continue
         moved = float((grads[1][name] - plain).abs().max()) > 1e-5
         # A bias in front of batch norm cannot be seen behind it.
-        assert moved is (name.startswith("net.body") and not name.endswith(("conv1.bias", "conv2.bias", "fc1.bias"))), (
-            name
-        )
+        unseen = name.endswith(("conv1.bias", "conv2.bias", "fc1.bias"))
+        assert moved is (name.startswith("net.body") and not unseen), name
 
 
 # --- what learns and what is frozen ----------------------------------------------------------------------------------
@@ -361,14 +361,14 @@ def test_everything_learns_but_the_global_head(tiny: Federation) -> None:
 def test_gradients_pass_through_the_frozen_head(tiny: Federation) -> None:
     """With a personal head that says nothing, policy and body still learn from the global one."""
     job = job_of(FedCP(without=("gfm",)), tiny)
-    me = slot_of(job)
+    client = slot_of(job)
     with torch.no_grad():
-        for p in me.model.net.head.parameters():
+        for p in client.model.net.head.parameters():
             p.zero_()
-    me.model.common.requires_grad_(False)
+    client.model.common.requires_grad_(False)
     x, y = batch(job)
-    job.method.loss(me, x, y).backward()
-    for learner in (me.model.policy, me.model.net.body):
+    job.method.loss(client, x, y).backward()
+    for learner in (client.model.policy, client.model.net.body):
         assert any(float(p.grad.abs().max()) > 1e-5 for p in learner.parameters() if p.grad is not None)
 
 
@@ -404,7 +404,7 @@ def test_the_server_weights_uploads_by_samples(tiny: Federation) -> None:
 
 def test_who_is_absent_keeps_its_head_and_is_tested_with_the_new_rest(tiny: Federation) -> None:
     loop, _ = train(FedCP(), tiny, clients={"participation": 0.34}, train={"rounds": 1})
-    absent = next(client for client, state in loop.states.items() if state is None)
+    absent = next(client_id for client_id, state in loop.states.items() if state is None)
     job = Job(loop.method, loop.config, loop.info, tiny.clients[absent], 1)
     first = open_slot(job).model.state_dict()
     state = client_receive(job, None, loop.server)
@@ -425,7 +425,7 @@ def test_without_everything_it_is_fedper(bn: str, participation: float, tiny: Fe
     assert same(part(bare.server, "net."), fedper.server)
     assert len(bare.server) == len(fedper.server)
     assert states(bare).keys() == states(fedper).keys()
-    assert all(same(part(state, "net."), states(fedper)[client]) for client, state in states(bare).items())
+    assert all(same(part(state, "net."), states(fedper)[client_id]) for client_id, state in states(bare).items())
     for mine, theirs in zip(seen.records, other.records, strict=True):
         assert mine.scores == theirs.scores
         assert (mine.up, mine.down) == (theirs.up, theirs.down)
@@ -437,9 +437,7 @@ def test_without_a_global_head_only_the_alignment_is_left(tiny: Federation) -> N
     for lam, equal in ((0.0, True), (5.0, False)):
         aligned = train(FedCP(without=("cpn", "gh"), lam=lam), tiny)[0]
         assert set(part(aligned.server, "net.")) == set(fedper.server)
-        assert all(
-            same(part(state, "net."), states(fedper)[client]) is equal for client, state in states(aligned).items()
-        )
+        assert all(same(part(state, "net."), states(fedper)[c]) is equal for c, state in states(aligned).items())
 
 
 @pytest.mark.parametrize("rest", [(), ("cs",), ("cpn",), ("cpn", "gh")])
@@ -449,16 +447,16 @@ def test_without_the_alignment_it_is_lam_zero(rest: tuple[Any, ...], tiny: Feder
     zero = train(FedCP(without=rest, lam=0.0), tiny, train=once)[0]
     full = train(FedCP(without=rest), tiny, train=once)[0]
     assert same(gone.server, zero.server)
-    assert all(same(state, states(zero)[client]) for client, state in states(gone).items())
+    assert all(same(state, states(zero)[client_id]) for client_id, state in states(gone).items())
     assert not same(gone.server, full.server)
 
 
 def test_without_the_alignment_there_is_no_frozen_body(tiny: Federation) -> None:
     for without, there in (((), True), (("gfm",), False), (("cpn",), True), (("cpn", "gfm", "gh"), False)):
         job = job_of(FedCP(without=without), tiny)  # type: ignore[arg-type]
-        me = slot_of(job)
-        job.method.start(me, None)  # type: ignore[arg-type]
-        assert ("body" in me.scratch) is there
+        client = slot_of(job)
+        job.method.start(client, None)  # type: ignore[arg-type]
+        assert ("body" in client.scratch) is there
 
 
 def test_ablations_are_not_the_same(tiny: Federation) -> None:
@@ -541,24 +539,24 @@ class Drawn:
 @pytest.mark.parametrize(("gumbel", "training", "test"), [("never", 0, 0), ("training", 1, 0), ("always", 1, 1)])
 def test_noise_only_where_it_belongs(gumbel: Any, training: int, test: int, tiny: Federation) -> None:
     job = job_of(FedCP(gumbel=gumbel, without=("gfm",)), tiny)
-    me = slot_of(job)
+    client = slot_of(job)
     x, y = batch(job)
-    me.draw = learning = Drawn()
-    me.model.train()
-    loss = job.method.loss(me, x, y)
+    client.draw = learning = Drawn()
+    client.model.train()
+    loss = job.method.loss(client, x, y)
     assert len(learning.noise) == training
-    z = me.model.net.body(x)
-    a = me.model.policy(me.model.client["v"] * z)
+    z = client.model.net.body(x)
+    a = client.model.policy(client.model.client["v"] * z)
     if training:
         u = learning.noise["policy"].reshape(len(x), -1)  # a draw for each logit of each image
         a = a - (-u.log()).log()
     r, s = split_by_hand(a)
-    torch.testing.assert_close(loss, cross_entropy(me.model.common(r * z) + me.model.net.head(s * z), y))
+    torch.testing.assert_close(loss, cross_entropy(client.model.common(r * z) + client.model.net.head(s * z), y))
     looking = Drawn()
-    me.model.eval()
-    scores = job.method.predict(me.model, x, looking)
+    client.model.eval()
+    scores = job.method.predict(client.model, x, looking)
     assert len(looking.noise) == test
-    quiet = replace(job.method, gumbel="never").predict(me.model, x, no_draw)
+    quiet = replace(job.method, gumbel="never").predict(client.model, x, no_draw)
     assert torch.equal(scores, quiet) is not bool(test)
 
 
@@ -567,7 +565,7 @@ def test_noise_at_the_test_does_not_change_training(tiny: Federation) -> None:
     assert same(runs["training"][0].server, runs["always"][0].server)
     assert not same(runs["never"][0].server, runs["always"][0].server)
     quiet, noisy = (runs[g][1].records[-1].scores["received"]["test"] for g in ("training", "always"))
-    assert all(quiet[client].loss != noisy[client].loss for client in quiet)
+    assert all(quiet[client_id].loss != noisy[client_id].loss for client_id in quiet)
     again = train(FedCP(gumbel="always"), tiny)[1]
     assert again.records[-1].scores["received"]["test"] == noisy  # keyed: the same at every run
 
@@ -578,14 +576,14 @@ def test_noise_at_the_test_does_not_change_training(tiny: Federation) -> None:
 def test_records_hold_the_ratio_and_the_quantiles(tiny: Federation) -> None:
     """PIR is the mean of s over images and features (section 8), worked out here from the model."""
     loop, seen = train(FedCP(), tiny)
-    for client, data in tiny.clients.items():
+    for client_id, data in tiny.clients.items():
         job = Job(loop.method, loop.config, loop.info, data, 2)
         model = open_slot(job).model.eval()
-        load(model, client_receive(job, loop.states[client], loop.server))
+        load(model, client_receive(job, loop.states[client_id], loop.server))
         with torch.no_grad():
-            z = model.net.body(inputs(data.test.x, loop.config))
+            z = model.net.body(model_inputs(data.test.x, loop.config))
             _, s = split_by_hand(model.policy(model.client["v"] * z))
-        kept = seen.records[-1].scores["received"]["test"][client].inside
+        kept = seen.records[-1].scores["received"]["test"][client_id].diagnostics
         assert kept["pir"] == pytest.approx(float(s.mean()), abs=1e-6)
         ordered = s.flatten().sort().values
         for q in (0, 5, 25, 50, 75, 95, 100):
@@ -602,7 +600,7 @@ def test_the_ratio_is_logged_for_training_images_too(tiny: Federation) -> None:
 
 
 @pytest.mark.parametrize(
-    ("without", "logged", "inside"),
+    ("without", "logged", "diagnostics"),
     [
         (("gfm",), {"loss/train", "pir"}, True),
         (("cpn",), {"loss/train", "mmd"}, False),
@@ -610,11 +608,11 @@ def test_the_ratio_is_logged_for_training_images_too(tiny: Federation) -> None:
     ],
 )
 def test_what_is_left_out_is_not_recorded(
-    without: tuple[Any, ...], logged: set[str], inside: bool, tiny: Federation
+    without: tuple[Any, ...], logged: set[str], diagnostics: bool, tiny: Federation
 ) -> None:
     record = train(FedCP(without=without), tiny, train={"rounds": 1})[1].records[-1]
     assert all(set(values) == logged for values in record.logs.values())
-    assert all(bool(score.inside) is inside for score in record.scores["received"]["test"].values())
+    assert all(bool(score.diagnostics) is diagnostics for score in record.scores["received"]["test"].values())
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedprism.config import Config, structure
-from fedprism.engines.client import Job, open_slot
-from fedprism.engines.cuda_graphs import CudaGraphs
+from fedprism.engines.cuda.engine import CudaGraphs
 from fedprism.engines.inprocess import InProcess
 from fedprism.errors import ConfigError
 from fedprism.federation import Federation
@@ -19,9 +18,8 @@ from fedprism.methods.base import Arch, Info, Method, State, Tensors
 from fedprism.methods.fedavg import FedAvg
 from fedprism.methods.feddyn import FedDyn
 from fedprism.methods.fedprox import FedProx
-from tests.helpers import loop_for, same
-from tests.test_limit_cases import MLP, Slope, Trained, config_of, pixels, train
-from tests.test_replay import trained as engine_run
+from fedprism.round.client import Job, open_slot
+from tests.harness import MLP, Slope, Trained, config_of, engine_run, loop_for, pixels, same, train
 
 
 def network(state: State) -> State:
@@ -41,11 +39,11 @@ def test_the_first_round_trains_as_fedprox(tiny: Federation) -> None:
     """The linear terms are zero, so mu = alpha gives the same gradients; from the second round on they are not."""
     dynamic, proximal = train(FedDyn(alpha=0.3), tiny), train(FedProx(mu=0.3), tiny)
     other = train(FedProx(mu=0.4), tiny)
-    for client in tiny.names:
-        first, second = (network(s.clients[client] or {}) for s in dynamic.seen.snapshots[1:3])
-        assert same(first, proximal.seen.snapshots[1].clients[client])
-        assert not same(first, other.seen.snapshots[1].clients[client])
-        assert not same(second, proximal.seen.snapshots[2].clients[client])
+    for client_id in tiny.names:
+        first, second = (network(s.clients[client_id] or {}) for s in dynamic.seen.snapshots[1:3])
+        assert same(first, proximal.seen.snapshots[1].clients[client_id])
+        assert not same(first, other.seen.snapshots[1].clients[client_id])
+        assert not same(second, proximal.seen.snapshots[2].clients[client_id])
 
 
 def test_the_linear_term_shifts_the_gradient_of_fedprox(tiny: Federation) -> None:
@@ -55,16 +53,16 @@ def test_the_linear_term_shifts_the_gradient_of_fedprox(tiny: Federation) -> Non
     found = []
     for method in (FedDyn(alpha=0.7), FedProx(mu=0.7)):
         info = loop_for(method, config, tiny).info
-        me = open_slot(Job(method, config, info, data, 0))
+        client = open_slot(Job(method, config, info, data, 0))
         draw = torch.Generator().manual_seed(1)
-        own = me.parameters()
+        own = client.parameters()
         for name in ("anchor", "received"):
-            me.keep(name, {n: p + 0.1 for n, p in own.items()})
+            client.keep(name, {n: p + 0.1 for n, p in own.items()})
         if isinstance(method, FedDyn):
-            for tensor in me.model.gradient.tensors().values():
+            for tensor in client.model.gradient.tensors().values():
                 tensor.copy_(torch.randn(tensor.shape, generator=draw))
-            g = list(me.model.gradient.tensors().values())
-        found.append(torch.autograd.grad(method.loss(me, x, y), list(own.values())))
+            g = list(client.model.gradient.tensors().values())
+        found.append(torch.autograd.grad(method.loss(client, x, y), list(own.values())))
     assert len(g) == len(found[0])
     for dynamic, proximal, shift in zip(*found, g, strict=True):
         torch.testing.assert_close(dynamic, proximal - shift)
@@ -87,7 +85,7 @@ class Line(nn.Module):
 
 @dataclass(frozen=True)
 class SlopeDyn(FedDyn):
-    def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
+    def build(self, arch: Arch, client_id: str | None, info: Info, seed: int) -> nn.Module:
         model = Line()
         model.gradient = Tensors({"head.w": torch.zeros(1)})
         return model
@@ -95,7 +93,7 @@ class SlopeDyn(FedDyn):
 
 @dataclass(frozen=True)
 class SlopeAvg(FedAvg):
-    def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
+    def build(self, arch: Arch, client_id: str | None, info: Info, seed: int) -> nn.Module:
         return Line()
 
 
@@ -114,7 +112,7 @@ def test_two_rounds_by_hand() -> None:
     # w = 1/8 + 1/8. Images do not count: uniform.
     assert one.server["h.head.w"].tolist() == [-0.25]
     assert one.server["head.w"].tolist() == [0.25]
-    kept = [float((one.clients[client] or {})["gradient.head/w"]) for client in ("up", "down")]
+    kept = [float((one.clients[client_id] or {})["gradient.head/w"]) for client_id in ("up", "down")]
     assert kept == [0.25, -0.75]
     # Round 2 at w = 1/4: steps along the gradient less g_k; the pull is zero in the first step.
     up = 0.25 - 0.125 * (2 * torch.sigmoid(torch.tensor(0.5)) - 0.25)
@@ -127,8 +125,8 @@ def test_two_rounds_by_hand() -> None:
 def test_absent_clients_count_in_h() -> None:
     """h moves by alpha/N over all N clients; the mean is of those who took part."""
     run = slopes(SlopeDyn(alpha=2.0), clients={"participation": 0.5}, rounds=1)
-    (client,) = run.seen.records[1].cohort
-    theta = {"up": -0.125, "down": 0.375}[client]
+    (client_id,) = run.seen.records[1].cohort
+    theta = {"up": -0.125, "down": 0.375}[client_id]
     assert run.server["h.head.w"].tolist() == [-theta]
     assert run.server["head.w"].tolist() == [theta + theta / 2]
 
@@ -138,7 +136,7 @@ def test_alpha_by_samples_by_hand() -> None:
     one = slopes(SlopeDyn(alpha=2.0, mean_samples=3.0)).seen.snapshots[1]
     assert one.server["h.head.w"].tolist() == [-0.25]  # as above
     assert one.server["head.w"].tolist() == [0.25]
-    kept = [float((one.clients[client] or {})["gradient.head/w"]) for client in ("up", "down")]
+    kept = [float((one.clients[client_id] or {})["gradient.head/w"]) for client_id in ("up", "down")]
     assert kept == [1.5 * 0.125, -3 * 0.375]
 
 
@@ -149,14 +147,14 @@ def test_alpha_by_samples_finds_the_minimum_of_the_loss_over_all_images() -> Non
     assert abs(float(pulls[0] + pulls[1])) > 0.1
 
 
-def test_one_recording_serves_clients_of_different_alphas(unequal: Federation) -> None:
-    config = structure({"train": {"rounds": 2, "batch": 8}}, Config)
+def test_one_capture_serves_clients_of_different_alphas(unequal: Federation) -> None:
+    config = structure({"train": {"rounds": 2, "batch_size": 8}}, Config)
     (one, _), (two, _) = (
         engine_run(kind, FedDyn(mean_samples=25), config, unequal) for kind in (InProcess, CudaGraphs)
     )
     assert two.engine.reasons == {}  # type: ignore[attr-defined]
     assert same(one.server, two.server)
-    assert all(same(one.states[client], two.states[client]) for client in unequal.names)
+    assert all(same(one.states[client_id], two.states[client_id]) for client_id in unequal.names)
 
 
 def test_finds_the_minimum_of_the_mean_loss_where_fedavg_does_not() -> None:

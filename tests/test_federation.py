@@ -18,7 +18,15 @@ from fedprism import keys
 from fedprism.config import DataConfig, Named, SplitConfig
 from fedprism.data import load
 from fedprism.errors import ConfigError, DataError
-from fedprism.federation import PARTITIONS, ClientData, Federation, Split, contact_sheet, federation, make_federation
+from fedprism.federation import (
+    PARTITIONS,
+    ClientData,
+    Federation,
+    Split,
+    build_federation,
+    contact_sheet,
+    make_federation,
+)
 from fedprism.federation.sheet import HEAD
 from fedprism.federation.splits import count, split, stratified
 
@@ -28,7 +36,7 @@ PARTS = ("train", "validation", "test")
 
 @cache
 def digits(seed: int = 0, clients: int = 5, public: int = 0, samples: int | None = None) -> Federation:
-    return federation("digits-skew", clients=clients, seed=seed, public=public, samples=samples)
+    return make_federation("digits-skew", clients=clients, seed=seed, public=public, samples=samples)
 
 
 def sizes(made: Federation) -> dict[str, tuple[int, int, int]]:
@@ -101,7 +109,7 @@ def test_parts_hold_the_classes_in_their_shares() -> None:
 
 def test_the_seed_fixes_everything_and_leaves_global_generators_alone() -> None:
     torch_before, numpy_before = torch.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index]
-    again = federation("digits-skew", clients=5, seed=0)
+    again = make_federation("digits-skew", clients=5, seed=0)
     assert same(again, digits())
     assert torch.equal(torch.get_rng_state(), torch_before)
     assert (np.random.get_state()[1] == numpy_before).all()  # type: ignore[index]
@@ -111,18 +119,18 @@ def test_the_seed_fixes_everything_and_leaves_global_generators_alone() -> None:
 def test_the_test_part_does_not_depend_on_validation_or_samples() -> None:
     base = digits()
     for changed in (
-        federation("digits-skew", split={"validation": 0.3}),
+        make_federation("digits-skew", split={"validation": 0.3}),
         digits(0, 5, 0, 50),
-        federation("digits-skew", clients=2),
+        make_federation("digits-skew", clients=2),
     ):
         for name, client in changed.clients.items():
             assert torch.equal(client.test.x, base.clients[name].test.x)
 
 
 def test_explicit_shares() -> None:
-    made = federation("digits-skew", clients=2, split={"validation": 0.2, "test": 0.5})
+    made = make_federation("digits-skew", clients=2, split={"validation": 0.2, "test": 0.5})
     assert sizes(made) == {"plain": (108, 72, 180), "tinted": (108, 72, 180)}
-    none = federation("digits-skew", clients=1, split={"validation": 0})
+    none = make_federation("digits-skew", clients=1, split={"validation": 0})
     assert sizes(none) == {"plain": (144, 0, 216)}
 
 
@@ -144,12 +152,12 @@ def test_more_clients_share_styles_in_equal_parts() -> None:
 
 def test_too_many_clients_are_refused_with_the_largest_number_that_works() -> None:
     with pytest.raises(DataError, match=r"client 'plain-1' is left with 18 training .* At most 25 clients"):
-        federation("digits-skew", clients=26)
+        make_federation("digits-skew", clients=26)
     with pytest.raises(DataError, match="At most 25 clients"):
-        federation("digits-skew", clients=3000)
+        make_federation("digits-skew", clients=3000)
     assert min(train for train, _, _ in sizes(digits(0, 25)).values()) >= 20
     with pytest.raises(DataError, match=r"change data\.split"):
-        federation("digits-skew", clients=1, split={"validation": 0, "test": 0.99})
+        make_federation("digits-skew", clients=1, split={"validation": 0, "test": 0.99})
 
 
 def test_samples_cut_the_training_part_only() -> None:
@@ -165,9 +173,9 @@ def test_samples_cut_the_training_part_only() -> None:
 
 def test_more_samples_than_there_are_is_refused_by_name() -> None:
     with pytest.raises(DataError, match=r"data\.samples is 109, but client 'plain' has 108 training images"):
-        federation("digits-skew", samples=109)
+        make_federation("digits-skew", samples=109)
     with pytest.raises(DataError, match="client 'plain' has 1 training"):
-        federation("digits-skew", samples=1)
+        make_federation("digits-skew", samples=1)
 
 
 def test_public_images_are_balanced_and_nobodys() -> None:
@@ -178,7 +186,7 @@ def test_public_images_are_balanced_and_nobodys() -> None:
     assert torch.bincount(made.public.y, minlength=10).min() >= 2
     assert not bag(made.public) & bag(*every(made))
     with pytest.raises(DataError, match=r"data\.public is 1800, which takes 360 images of domain 'textured'"):
-        federation("digits-skew", public=1800)
+        make_federation("digits-skew", public=1800)
 
 
 def test_images_stay_uint8_and_labels_int64() -> None:
@@ -206,25 +214,25 @@ def test_images_stay_uint8_and_labels_int64() -> None:
 )
 def test_mistakes_are_named(settings: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        federation("digits-skew", **settings)
+        make_federation("digits-skew", **settings)
 
 
 def test_no_test_images_are_refused() -> None:
     with pytest.raises(DataError, match=r"'plain' is left with .* 0 test images"):
-        federation("digits-skew", split={"test": 0})
+        make_federation("digits-skew", split={"test": 0})
 
 
 def test_partition_may_be_given_in_any_form() -> None:
     for partition in ("domain", {"name": "domain"}, {"name": "domain", "clients": 5}, Named("domain", {"clients": 5})):
-        assert same(federation("digits-skew", partition=partition), digits())
-    assert same(federation(), digits())
+        assert same(make_federation("digits-skew", partition=partition), digits())
+    assert same(make_federation(), digits())
 
 
 def test_the_federation_can_be_made_again_from_its_configuration() -> None:
-    made = federation("digits-skew", partition="domain", samples=60, image_size=20, seed=4)
+    made = make_federation("digits-skew", partition="domain", samples=60, image_size=20, seed=4)
     assert made.data.partition == Named("domain", {"clients": 5, "of": None, "order": "turns"})
     text = configuration.plain(made.data)
-    again = make_federation(configuration.structure(text, DataConfig), made.seed)
+    again = build_federation(configuration.structure(text, DataConfig), made.seed)
     assert same(made, again)
     assert again.data == made.data
 
@@ -248,29 +256,29 @@ def test_repr_is_readable() -> None:
 
 def test_a_folder_with_the_default_number_of_clients(tmp_path: Path) -> None:
     folder_of(tmp_path, {"a": 10, "b": 20, "c": 5})
-    made = make_federation(DataConfig(name=f"folder:{tmp_path}", image_size=8), 0)
+    made = build_federation(DataConfig(name=f"folder:{tmp_path}", image_size=8), 0)
     assert sizes(made) == {"a": (14, 2, 4), "b": (28, 4, 8), "c": (7, 1, 2)}
     assert made.data.partition.settings["clients"] == 3
-    assert same(make_federation(made.data, 0), made)
-    assert same(federation(f"folder:{tmp_path}", image_size=8), made)
-    assert same(federation(f"folder:{tmp_path}", clients=3, image_size=8), made)
+    assert same(build_federation(made.data, 0), made)
+    assert same(make_federation(f"folder:{tmp_path}", image_size=8), made)
+    assert same(make_federation(f"folder:{tmp_path}", clients=3, image_size=8), made)
 
 
 def test_a_folder_with_a_multiple_of_clients_or_a_number_that_does_not_fit(tmp_path: Path) -> None:
     folder_of(tmp_path, {"a": 10, "b": 20, "c": 10})
-    made = federation(f"folder:{tmp_path}", clients=6, image_size=8)
+    made = make_federation(f"folder:{tmp_path}", clients=6, image_size=8)
     assert made.names == ("a-1", "b-1", "c-1", "a-2", "b-2", "c-2")
     assert [sum(s) for s in sizes(made).values()] == [10, 20, 10] * 2
     for wrong in (2, 4, 7):
         with pytest.raises(ConfigError, match=f"clients is {wrong}, but .* has 3 sites; .* multiple of 3"):
-            federation(f"folder:{tmp_path}", clients=wrong, image_size=8)
+            make_federation(f"folder:{tmp_path}", clients=wrong, image_size=8)
 
 
 @pytest.mark.parametrize("clients", [2, 4])
 def test_a_given_test_part_is_used(tmp_path: Path, clients: int) -> None:
     """Validation is then a share of the rest."""
     folder_of(tmp_path, {"a": 20, "b": 20}, ("train", "test"))
-    made = federation(f"folder:{tmp_path}", clients=clients, image_size=8)
+    made = make_federation(f"folder:{tmp_path}", clients=clients, image_size=8)
     each = 2 // (clients // 2)
     for c, client in enumerate(made.clients.values()):
         assert (len(client.train), len(client.validation), len(client.test)) == (18 * each, 2 * each, 20 * each)
@@ -281,14 +289,14 @@ def test_a_given_test_part_is_used(tmp_path: Path, clients: int) -> None:
 
 def test_an_explicit_share_cuts_a_given_test_part_anew(tmp_path: Path) -> None:
     folder_of(tmp_path, {"a": 20, "b": 20}, ("train", "test"))
-    made = federation(f"folder:{tmp_path}", image_size=8, split={"test": 0.25})
+    made = make_federation(f"folder:{tmp_path}", image_size=8, split={"test": 0.25})
     assert sizes(made) == {"a": (52, 8, 20), "b": (52, 8, 20)}
     assert len(set(made.clients["a"].test.x[:, 0, 0, 0].tolist())) == 4
 
 
 def test_public_images_never_come_from_a_given_test_part(tmp_path: Path) -> None:
     folder_of(tmp_path, {"a": 10, "b": 10}, ("train", "test"))
-    made = federation(f"folder:{tmp_path}", image_size=8, public=10)
+    made = make_federation(f"folder:{tmp_path}", image_size=8, public=10)
     assert sorted(set(made.public.x[:, 0, 0, 0].tolist())) == [0, 1, 60, 61]
     assert all(len(client.test) == 20 for client in made.clients.values())
 
@@ -296,7 +304,7 @@ def test_public_images_never_come_from_a_given_test_part(tmp_path: Path) -> None
 def test_a_small_site_is_refused_by_name(tmp_path: Path) -> None:
     folder_of(tmp_path, {"large": 20, "tiny": 1})
     with pytest.raises(DataError, match="client 'tiny' is left with 2 training and 0 test images; expected at least 2"):
-        federation(f"folder:{tmp_path}", image_size=8)
+        make_federation(f"folder:{tmp_path}", image_size=8)
 
 
 # --- splitting -------------------------------------------------------------------------------------------------------
@@ -366,7 +374,7 @@ def test_a_federation_checks_its_clients() -> None:
         ({"plain": dataclasses.replace(plain, train=Split(plain.train.x, plain.train.y[:5]))}, "train: 5 labels"),
         (
             {"plain": dataclasses.replace(plain, test=Split(plain.test.x, plain.test.y + 9))},
-            "labels reach from 9 to 18",
+            "labels range from 9 to 18",
         ),
         ({"plain": dataclasses.replace(plain, test=Split(plain.test.x[:0], plain.test.y[:0]))}, "0 test images"),
     ):

@@ -11,7 +11,7 @@ import torch
 from fedprism import config as configuration
 from fedprism.config import DataConfig
 from fedprism.errors import ConfigError, DataError
-from fedprism.federation import Federation, make_federation
+from fedprism.federation import Federation, build_federation
 
 
 def pair(n: int, classes: int = 2, first: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -74,7 +74,7 @@ def test_its_configuration_survives_a_file_and_says_why_it_cannot_be_made_again(
     assert data == made.data
     assert data.normalize == "none"
     with pytest.raises(DataError, match="'mine' were arrays in a Python program"):
-        make_federation(data, 0)
+        build_federation(data, 0)
 
 
 def test_arrays_are_not_shared_with_the_caller() -> None:
@@ -114,12 +114,12 @@ X, Y = pair(10)
         ({"a": (X, Y.reshape(-1, 1))}, "labels"),
         ({"a": (X[0, 0], Y)}, "expected .n, channels"),
         ({"a": (X, Y.astype(float))}, "whole numbers"),
-        ({"a": (X, Y - 1)}, "labels reach from -1"),
+        ({"a": (X, Y - 1)}, "labels range from -1"),
         ({"a": X}, "expected a pair"),
         ({"a": (X, ["cat"] * 10)}, "arrays of numbers"),
         ({"a": (X, np.array(["cat"] * 10))}, "arrays of numbers"),
-        ({"a": {"train": (X, Y)}}, "has the parts train; expected train, test"),
-        ({"a": {"train": (X, Y), "test": (X, Y), "extra": (X, Y)}}, "has the parts extra, test, train"),
+        ({"a": {"train": (X, Y)}}, "has the splits train; expected train, test"),
+        ({"a": {"train": (X, Y), "test": (X, Y), "extra": (X, Y)}}, "has the splits extra, test, train"),
         ({"a": (X, Y), "b": (X[:, :1], Y)}, "client 'b'.*expected as many, uint8 .n, 3, 6, 5"),
         ({"a": (X[:2], Y[:2])}, "client 'a' has 2 training and 0 test"),
     ],

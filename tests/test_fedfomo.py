@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 from fedprism.config import Config, TrainConfig, structure
-from fedprism.engines.client import Job, Result, client_evaluate, client_round, make_info, make_now
 from fedprism.federation import Federation, Split
-from fedprism.methods.base import Me, Net, State, Tensors, leaves
-from fedprism.methods.collecting import epsilon_greedy, of, owner
+from fedprism.methods.base import Client, Net, State, Tensors, leaves
+from fedprism.methods.collecting import client_key, epsilon_greedy, owner
 from fedprism.methods.fedfomo import FedFomo
 from fedprism.methods.local import Local
-from tests import test_reference_agreement as agreement
-from tests.helpers import cut, loop_for, same
-from tests.reference import fedfomo as reference
-from tests.test_limit_cases import MLP, Trained, config_of, train
+from fedprism.round.client import Job, client_evaluate, client_round, make_context, make_info
+from fedprism.round.engine import Result
+from fedprism.round.training import model_inputs
+from tests.harness import MLP, Trained, config_of, cut, loop_for, reference, same, scores_of, train
+from tests.reference import fedfomo
 
 
 def network(state: State) -> State:
@@ -55,12 +55,12 @@ def test_one_client_is_alone(images: Any, tiny: Federation) -> None:
 def test_the_first_round_is_alone_and_the_next_is_not(run: Trained, tiny: Federation) -> None:
     """From the second round on a client is sent models, and goes on alone only where none of them helps."""
     alone, helped = train(Local(), tiny), []
-    for client in tiny.names:
-        first, second = (network(run.seen.snapshots[r].clients[client] or {}) for r in (1, 2))
-        logs = [record.logs[client] for record in run.seen.records[1:]]
-        assert same(first, alone.seen.snapshots[1].clients[client])
+    for client_id in tiny.names:
+        first, second = (network(run.seen.snapshots[r].clients[client_id] or {}) for r in (1, 2))
+        logs = [record.logs[client_id] for record in run.seen.records[1:]]
+        assert same(first, alone.seen.snapshots[1].clients[client_id])
         assert (logs[0]["own"], logs[0]["others"]) == (1.0, 0.0)
-        assert same(second, alone.seen.snapshots[2].clients[client]) == (logs[1]["others"] == 0)
+        assert same(second, alone.seen.snapshots[2].clients[client_id]) == (logs[1]["others"] == 0)
         helped.append(logs[1]["others"] > 0.01)
     assert any(helped)
 
@@ -73,11 +73,11 @@ def test_agrees_with_its_reference_on_validation_images(tiny: Federation, monkey
         config = config_of(model=MLP, clients={"participation": 0.67}, train={"rounds": 4})
         loop = loop_for(FedFomo(), config, cut(tiny, (40, 23, 9)))
         loop.run([])
-        held = [(agreement.inputs(d.validation.x, config), d.validation.y) for d in tiny.clients.values()]
-        plain = reference.run
-        monkeypatch.setattr(reference, "run", lambda setup, **hyper: plain(replace(setup, train=held), **hyper))
-        for client, scores in zip(tiny.names, agreement.reference("fedfomo", reference.HYPER, loop), strict=True):
-            torch.testing.assert_close(agreement.scores_of(loop, client), scores, rtol=1e-9, atol=1e-9)
+        images = [(model_inputs(d.validation.x, config), d.validation.y) for d in tiny.clients.values()]
+        plain = fedfomo.run
+        monkeypatch.setattr(fedfomo, "run", lambda setup, **hyper: plain(replace(setup, train=images), **hyper))
+        for client_id, scores in zip(tiny.names, reference("fedfomo", fedfomo.HYPER, loop), strict=True):
+            torch.testing.assert_close(scores_of(loop, client_id), scores, rtol=1e-9, atol=1e-9)
     finally:
         torch.set_default_dtype(before)
 
@@ -106,14 +106,14 @@ class Two(nn.Module):
 )
 def test_weights_by_hand(losses: list[float], mixed: list[float], liked: list[float], tiny: Federation) -> None:
     loop = loop_for(FedFomo(), config_of(model=MLP), tiny)
-    down = {of(c, "w"): torch.tensor(w) for c, w in (("tinted", [0.0, 1.0]), ("textured", [0.0, -2.0]))}
-    now = replace(loop.now(1), client="plain", shared=("w",), down=down)
+    download = {client_key(c, "w"): torch.tensor(w) for c, w in (("tinted", [0.0, 1.0]), ("textured", [0.0, -2.0]))}
+    ctx = loop.context(1).replace(client_id="plain", shared=("w",), download=download)
     model: Net = Two()
-    me = Me(model, TrainConfig(), loop.info)
+    client = Client(model, TrainConfig(), loop.info)
     with torch.no_grad():
-        FedFomo().start(me, now)
-        me["losses"].copy_(torch.tensor(losses))
-        FedFomo().mix(me, now)
+        FedFomo().start(client, ctx)
+        client["losses"].copy_(torch.tensor(losses))
+        FedFomo().mix(client, ctx)
     torch.testing.assert_close(model.w.data, torch.tensor(mixed))
     assert torch.equal(model.previous["w"], model.w)
     assert model.liked.tolist() == liked
@@ -160,29 +160,30 @@ def test_the_server_sends_the_best_of_those_it_has_heard_of() -> None:
     names = tuple("abcdef")
     method, config = FedFomo(models=2), config_of(model=MLP)
     info = make_info(config, names, 10, (3, 16, 16))
-    now = make_now(method, config, info, method.build(info.arch, None, info, 0), 0, "a").but(shared=("w",))
-    server = {of(c, "liked"): torch.zeros(7) for c in names} | {of(c, "w"): torch.ones(1) for c in names}
-    assert method.send(server, "a", now) == {}
+    ctx = make_context(method, config, info, method.build(info.arch, None, info, 0), 0, "a").replace(shared=("w",))
+    server = {client_key(c, "liked"): torch.zeros(7) for c in names}
+    server |= {client_key(c, "w"): torch.ones(1) for c in names}
+    assert method.send(server, "a", ctx) == {}
     for c in "abcd":
-        server[of(c, "liked")] = torch.tensor([0.0] * 6 + [1.0])
-    server[of("a", "liked")] = torch.tensor([9.0, 1.0, -1.0, 2.0, 7.0, 8.0, 3.0])
-    late = replace(now, round=6)  # epsilon has fallen to 0
+        server[client_key(c, "liked")] = torch.tensor([0.0] * 6 + [1.0])
+    server[client_key("a", "liked")] = torch.tensor([9.0, 1.0, -1.0, 2.0, 7.0, 8.0, 3.0])
+    late = ctx.replace(round=6)  # epsilon has fallen to 0
     assert {owner(n) for n in method.send(server, "a", late)} == {"b", "d"}
-    early = [tuple(method.send(server, "a", replace(now, info=replace(info, seed=s)))) for s in range(50)]
+    early = [tuple(method.send(server, "a", ctx.replace(info=replace(info, seed=s)))) for s in range(50)]
     assert len({*early}) > 1
     assert {owner(n) for names in early for n in names} == {"b", "c", "d"}
-    assert method.send(server, "a", now) == method.send(server, "a", now)
+    assert method.send(server, "a", ctx) == method.send(server, "a", ctx)
 
 
 def test_a_client_is_sent_what_others_last_sent(run: Trained, tiny: Federation) -> None:
     loop = run.loop
-    down = loop.method.send(loop.server, "plain", replace(loop.now(3), client="plain"))
-    assert {owner(n) for n in down} == {"tinted", "textured"}
-    for client in ("tinted", "textured"):
-        sent = {n.rpartition("/")[2]: t for n, t in down.items() if owner(n) == client}
-        assert same(sent, network(run.states[client]))
+    download = loop.method.send(loop.server, "plain", loop.context(3).replace(client_id="plain"))
+    assert {owner(n) for n in download} == {"tinted", "textured"}
+    for client_id in ("tinted", "textured"):
+        sent = {n.rpartition("/")[2]: t for n, t in download.items() if owner(n) == client_id}
+        assert same(sent, network(run.states[client_id]))
     assert {len(run.states[c]["liked"]) for c in tiny.names} == {4}
-    assert all(same({"": loop.server[of(c, "liked")]}, {"": run.states[c]["liked"]}) for c in tiny.names)
+    assert all(same({"": loop.server[client_key(c, "liked")]}, {"": run.states[c]["liked"]}) for c in tiny.names)
 
 
 # --- moments, batch norm, newcomers ----------------------------------------------------------------------------------
@@ -212,17 +213,18 @@ def test_batch_norm_can_stay_at_home(tiny: Federation) -> None:
 def test_who_comes_later_gets_the_mean_and_then_models(run: Trained, tiny: Federation) -> None:
     loop, method = run.loop, run.loop.method
     info, data = replace(loop.info, later=("new",)), replace(tiny.clients["plain"], name="new")
-    mean = method.send(loop.server, None, replace(loop.now(3), info=info))
+    mean = method.send(loop.server, None, loop.context(3).replace(info=info))
     expected = sum(run.states[c]["head.fc2.weight"] for c in tiny.names) / 3
     torch.testing.assert_close(mean["head.fc2.weight"], expected)
-    config = structure({"train": {"rounds": 3, "batch": 16}, "evaluate": {"moments": ["received", "adapted"]}}, Config)
+    raw = {"train": {"rounds": 3, "batch_size": 16}, "evaluate": {"moments": ["received", "adapted"]}}
+    config = structure(raw, Config)
     job = Job(method, config, info, data, 3)
     scores = client_evaluate(job, None, mean)
     assert scores["adapted"]["test"].loss < scores["received"]["test"].loss
     first = client_round(job, None, mean)
     assert isinstance(first, Result)
     assert {owner(n) for n in first.upload} == {"new"}
-    models = method.send(loop.server, "new", replace(loop.now(4), info=info, client="new"))
+    models = method.send(loop.server, "new", loop.context(4).replace(info=info, client_id="new"))
     assert {owner(n) for n in models} == set(tiny.names)
     second = client_round(replace(job, round=4), first.state, models)
     assert isinstance(second, Result)
@@ -233,6 +235,6 @@ def test_who_comes_later_gets_the_mean_and_then_models(run: Trained, tiny: Feder
 
 def test_before_anybody_has_sent_a_model_a_stranger_gets_the_first(tiny: Federation) -> None:
     loop = loop_for(FedFomo(), config_of(), tiny)
-    first, sent = loop.info.arch.model(0).state_dict(), loop.method.send(loop.server, None, loop.now(0))
+    first, sent = loop.info.arch.model(0).state_dict(), loop.method.send(loop.server, None, loop.context(0))
     assert sent.keys() == first.keys()
     torch.testing.assert_close(sent, dict(first))

@@ -16,16 +16,17 @@ from torch.nn.functional import cross_entropy
 import fedprism as fp
 from fedprism import keys
 from fedprism.config import Config, structure
-from fedprism.engines.client import Job, Result, client_round, make_info, open_slot
-from fedprism.engines.events import RoundRecord
-from fedprism.engines.loop import Loop, draw_cohort
-from fedprism.engines.passes import inputs
 from fedprism.errors import ConfigError, FedprismError
 from fedprism.federation import Federation
-from fedprism.methods.base import Info, Me, Method, Net, State, load, no_draw
+from fedprism.methods.base import Client, Info, Method, Net, State, load, no_draw
 from fedprism.methods.fedavg import FedAvg
 from fedprism.methods.fedios import FediOS
-from tests.helpers import Collect, cut, loop_for, same
+from fedprism.round.client import Job, client_round, make_info, open_slot
+from fedprism.round.engine import Result
+from fedprism.round.events import RoundRecord
+from fedprism.round.loop import Loop, draw_cohort
+from fedprism.round.training import model_inputs
+from tests.harness import Collect, cut, loop_for, same
 
 MLP = {"name": "mlp", "hidden": [32, 24]}
 NAMES = ("north", "east", "south")
@@ -37,7 +38,7 @@ TIGHT = 1e-6  # of products of orthogonal matrices in float32
 
 
 def config_of(**sections: Any) -> Config:
-    train = {"rounds": 3, "batch": 16, **sections.pop("train", {})}
+    train = {"rounds": 3, "batch_size": 16, **sections.pop("train", {})}
     evaluate = {"splits": ["test"], "moments": ["received", "trained", "global"]}
     return structure({"model": MLP, "train": train, "evaluate": evaluate, **sections}, Config)
 
@@ -53,7 +54,7 @@ class Trained:
 
     @property
     def states(self) -> dict[str, State]:
-        return {client: state for client, state in self.loop.states.items() if state is not None}
+        return {client_id: state for client_id, state in self.loop.states.items() if state is not None}
 
     def scores(self, moment: str) -> list[tuple[int, float]]:
         """Every client's right answers and loss after every round."""
@@ -66,8 +67,8 @@ def train(method: Method, federation: Federation, **sections: Any) -> Trained:
     return Trained(loop, seen.records)
 
 
-def built(method: FediOS, client: str | None, info: Info) -> Net:
-    return method.build(info.arch, client, info, info.seed)
+def built(method: FediOS, client_id: str | None, info: Info) -> Net:
+    return method.build(info.arch, client_id, info, info.seed)
 
 
 def matrix(method: FediOS, model: Net, which: str) -> Tensor:
@@ -139,8 +140,8 @@ def test_projections_follow_the_seed_alone(subspaces: Any) -> None:
     one, again, other = (projections(method, info_of(seed=seed)) for seed in (0, 0, 1))
     assert all(torch.equal(p, q) for p, q in zip(one, again, strict=True))
     assert not any(torch.allclose(p, q, atol=0.1) for p, q in zip(one, other, strict=True))
-    for client in NAMES:  # everybody has the same generic one
-        assert torch.equal(matrix(method, built(method, client, info_of()), "generic"), one[0])
+    for client_id in NAMES:  # everybody has the same generic one
+        assert torch.equal(matrix(method, built(method, client_id, info_of()), "generic"), one[0])
     assert not any(torch.allclose(p, q, atol=0.1) for p, q in combinations(one, 2))
 
 
@@ -165,14 +166,14 @@ def test_projections_neither_travel_nor_train(plain: Trained) -> None:
     shared = set(loop.server)
     assert shared
     assert all(name.startswith(("net.body.", "net.head.")) for name in shared)
-    for client, state in plain.states.items():
-        first = built(FediOS(), client, loop.info)
+    for client_id, state in plain.states.items():
+        first = built(FediOS(), client_id, loop.info)
         assert not any(name.startswith("basis.") for name, _ in first.named_parameters())
         for name in ("basis.generic", "basis.personal"):
             assert torch.equal(state[name], first.state_dict()[name])
-        down = loop.method.send(loop.server, client, replace(loop.now(3), client=client))
+        down = loop.method.send(loop.server, client_id, loop.context(3).replace(client_id=client_id))
         assert down.keys() == shared
-        job = Job(loop.method, loop.config, loop.info, loop.federation.clients[client], 0)
+        job = Job(loop.method, loop.config, loop.info, loop.federation.clients[client_id], 0)
         result = client_round(job, state, down)
         assert isinstance(result, Result)
         assert result.upload.keys() == shared
@@ -188,17 +189,17 @@ def test_bytes_are_those_of_fedavg(plain: Trained, tiny: Federation) -> None:
         assert {*record.down.values(), *record.up.values()} == set(average.down.values())
 
 
-def test_only_participants_train_but_everybody_is_told(tiny: Federation) -> None:
+def test_only_participants_train_but_everybody_receives(tiny: Federation) -> None:
     """After a round, who took no part has its first personal body."""
     run = train(FediOS(), tiny, clients={"participation": 0.67}, train={"rounds": 1})
     cohort = draw_cohort(run.loop.config.clients, run.loop.info, 0)
     (absent,) = set(run.loop.info.clients) - set(cohort)
     first = built(FediOS(), absent, run.loop.info).state_dict()
     personal = [name for name in first if name.startswith("personal.")]
-    told = run.records[-1].scores["received"]["test"]
-    assert told.keys() == set(run.loop.info.clients)
-    for client in cohort:
-        assert not any(torch.equal(run.states[client][name], first[name]) for name in personal)
+    scores = run.records[-1].scores["received"]["test"]
+    assert scores.keys() == set(run.loop.info.clients)
+    for client_id in cohort:
+        assert not any(torch.equal(run.states[client_id][name], first[name]) for name in personal)
     kept = run.loop.states[absent]
     assert kept is None or all(torch.equal(kept[name], first[name]) for name in personal)
 
@@ -209,8 +210,8 @@ def test_projections_survive_a_checkpoint(subspaces: Any, tiny: Federation, tmp_
     method = FediOS(subspaces=subspaces)
     run = fp.train(tiny, method=method, rounds=1, out=tmp_path / "run")
     info = make_info(run.record.config, tiny.names, tiny.classes, tiny.shape)
-    for client, model in fp.load(tmp_path / "run").models.items():
-        read, first = model.module.state_dict(), built(method, client, info).state_dict()
+    for client_id, model in fp.load(tmp_path / "run").models.items():
+        read, first = model.module.state_dict(), built(method, client_id, info).state_dict()
         names = [name for name in first if name.startswith("basis.")]
         assert {"basis.generic", "basis.personal"} <= set(names)
         assert all(torch.equal(read[name], first[name]) for name in names)
@@ -218,12 +219,12 @@ def test_projections_survive_a_checkpoint(subspaces: Any, tiny: Federation, tmp_
 
 def test_projections_are_state_and_not_drawn_again(plain: Trained) -> None:
     """What a client kept is what it goes on with, even if another version of the code would draw others."""
-    loop, client = plain.loop, "plain"
-    state = {name: t.clone() for name, t in plain.states[client].items()}
+    loop, client_id = plain.loop, "plain"
+    state = {name: t.clone() for name, t in plain.states[client_id].items()}
     state["basis.personal"] = state["basis.personal"].flip(0)
-    job = Job(loop.method, loop.config, loop.info, loop.federation.clients[client], 0)
+    job = Job(loop.method, loop.config, loop.info, loop.federation.clients[client_id], 0)
     down = {name: state[name] for name in loop.server}
-    one, other = client_round(job, state, down), client_round(job, plain.states[client], down)
+    one, other = client_round(job, state, down), client_round(job, plain.states[client_id], down)
     assert isinstance(one, Result)
     assert isinstance(other, Result)
     assert torch.equal(one.state["basis.personal"], state["basis.personal"])
@@ -274,10 +275,10 @@ def test_a_subspace_of_the_head_is_trained_by_its_client_alone(tiny: Federation)
     run = train(FediOS(), sites, train={"rounds": 1})
     first = built(FediOS(), None, run.loop.info).state_dict()["net.head.fc3.weight"]
     average = run.loop.server["net.head.fc3.weight"] - first
-    for client, share in zip(sites.names, (40 / 75, 25 / 75, 10 / 75), strict=True):
-        o = run.states[client]["basis.personal"]
+    for client_id, share in zip(sites.names, (40 / 75, 25 / 75, 10 / 75), strict=True):
+        o = run.states[client_id]["basis.personal"]
         steps = {name: (state["net.head.fc3.weight"] - first) @ o for name, state in run.states.items()}
-        own = steps.pop(client)
+        own = steps.pop(client_id)
         assert float(own.abs().max()) > 1e-3
         assert all(float(step.abs().max()) < TIGHT for step in steps.values())
         assert_close(average @ o, share * own)
@@ -291,33 +292,33 @@ class Slot:
     """A client's slot, and what the paper's equations say about a batch."""
 
     method: FediOS
-    me: Me
+    client: Client
     x: Tensor
     y: Tensor
 
     @property
     def raw(self) -> tuple[Tensor, Tensor]:
-        return self.me.model.net.body(self.x), self.me.model.personal(self.x)
+        return self.client.model.net.body(self.x), self.client.model.personal(self.x)
 
     @property
     def projected(self) -> tuple[Tensor, Tensor]:
         """Eq. 8, with the matrices P = O O^T."""
-        basis = self.me.model.basis
+        basis = self.client.model.basis
         return tuple(
             z @ (basis[which] @ basis[which].T).T for z, which in zip(self.raw, ("generic", "personal"), strict=True)
         )
 
     def three(self, a: Tensor, b: Tensor) -> Tensor:
         """Eq. 10 of features a and b, fused by Eq. 9."""
-        head, alpha = self.me.model.net.head, self.method.alpha
+        head, alpha = self.client.model.net.head, self.method.alpha
         fused = alpha * a + (1 - alpha) * b
         return cross_entropy(head(fused), self.y) + cross_entropy(head(a), self.y) + cross_entropy(head(b), self.y)
 
     def loss(self) -> Tensor:
-        return self.method.loss(self.me, self.x, self.y)
+        return self.method.loss(self.client, self.x, self.y)
 
     def gradients(self, loss: Tensor) -> dict[str, Tensor]:
-        names, parameters = zip(*self.me.model.named_parameters(), strict=True)
+        names, parameters = zip(*self.client.model.named_parameters(), strict=True)
         found = torch.autograd.grad(loss, parameters, allow_unused=True)
         return {n: torch.zeros_like(p) if g is None else g for n, p, g in zip(names, parameters, found, strict=True)}
 
@@ -352,7 +353,7 @@ def test_each_cross_entropy_trains_what_it_should(tiny: Federation, batch: tuple
     slot = slot_of(FediOS(alpha=1.0, lam=0.0), tiny, batch)
     gradients, third = slot.gradients(slot.loss()), slot.gradients(slot.three(*slot.projected))
     assert under(gradients, "personal") > 1e-4
-    own = slot.gradients(cross_entropy(slot.me.model.net.head(slot.projected[1]), slot.y))
+    own = slot.gradients(cross_entropy(slot.client.model.net.head(slot.projected[1]), slot.y))
     assert under(own, "net.body") == 0
     assert_close(gradients["personal.fc1.weight"], own["personal.fc1.weight"])
     assert under(third, "net.head") > 1e-3
@@ -395,7 +396,7 @@ def test_orthogonality_loss_takes_each_images_size_without_its_sign(
     """Signs must not cancel: half of the images have a negative product here."""
     slot = slot_of(FediOS(lam=1.0, re_on="raw"), tiny, batch)
     with torch.no_grad():
-        for body in (slot.me.model.net.body, slot.me.model.personal):  # undo the last ReLU
+        for body in (slot.client.model.net.body, slot.client.model.personal):  # undo the last ReLU
             body[-1] = torch.nn.Identity()
         inner = (slot.raw[0] * slot.raw[1]).sum(1)
         assert 0 < int((inner < 0).sum()) < len(inner)
@@ -408,8 +409,8 @@ def test_logs_hold_both_inner_products(tiny: Federation, batch: tuple[Tensor, Te
     slot = slot_of(FediOS(), tiny, batch)
     slot.loss()
     z, own = slot.raw
-    assert slot.me.counts == {"inner/raw": 1, "inner/projected": 1}
-    raw, projected = slot.me.sums["inner/raw"], slot.me.sums["inner/projected"]
+    assert slot.client.log_counts == {"inner/raw": 1, "inner/projected": 1}
+    raw, projected = slot.client.log_sums["inner/raw"], slot.client.log_sums["inner/projected"]
     assert float(raw) == pytest.approx((z * own).sum(1).abs().mean().item(), rel=1e-5)
     assert float(projected) < TIGHT < float(raw)
 
@@ -427,30 +428,31 @@ def test_without_projections(tiny: Federation, batch: tuple[Tensor, Tensor]) -> 
     both = slot_of(FediOS(without=("projections", "re"), alpha=0.3, lam=0.7), tiny, batch)
     assert_same_loss(both, both.three(*both.raw))
     with torch.no_grad():
-        assert_close(slot.method.predict(slot.me.model, slot.x, no_draw), slot.me.model.net.head(0.3 * z + 0.7 * own))
+        model = slot.client.model
+        assert_close(slot.method.predict(model, slot.x, no_draw), model.net.head(0.3 * z + 0.7 * own))
 
 
 @pytest.mark.parametrize("without", [("personal",), ("personal", "re")])
 def test_without_personal_bodies(without: Any, tiny: Federation, batch: tuple[Tensor, Tensor]) -> None:
     """u = a, so the loss is twice the cross-entropy of the generic path; there is nothing to be orthogonal to."""
     slot = slot_of(FediOS(without=without, lam=3.0, re_on="raw", alpha=0.1), tiny, batch)
-    model = slot.me.model
+    model = slot.client.model
     o = model.basis["generic"]
     scores = model.net.head(model.net.body(slot.x) @ (o @ o.T))
     assert_same_loss(slot, 2 * cross_entropy(scores, slot.y))
-    assert not slot.me.counts
-    seen = slot.method.examine(model, slot.x, no_draw)
-    assert_close(seen.scores, scores.detach())
-    assert torch.equal(seen.scores, slot.method.predict_global(model, slot.x, no_draw))
-    assert (set(seen.paths), set(seen.means)) == ({"generic"}, set())
+    assert not slot.client.log_counts
+    output = slot.method.forward_details(model, slot.x, no_draw)
+    assert_close(output.scores, scores.detach())
+    assert torch.equal(output.scores, slot.method.predict_global(model, slot.x, no_draw))
+    assert (set(output.branches), set(output.means)) == ({"generic"}, set())
 
 
 def test_without_the_orthogonality_loss_its_weight_is_zero(tiny: Federation) -> None:
     off = train(FediOS(without=("re",), lam=5.0, re_on="raw"), tiny)
     zero, on = train(FediOS(lam=0.0), tiny), train(FediOS(lam=0.5, re_on="raw"), tiny)
     assert same(off.loop.server, zero.loop.server)
-    assert all(same(state, zero.states[client]) for client, state in off.states.items())
-    assert not any(same(state, on.states[client]) for client, state in off.states.items())
+    assert all(same(state, zero.states[client_id]) for client_id, state in off.states.items())
+    assert not any(same(state, on.states[client_id]) for client_id, state in off.states.items())
 
 
 @pytest.mark.parametrize("without", [("projections", "personal"), ("projections", "personal", "re")])
@@ -461,8 +463,8 @@ def test_without_projections_and_personal_bodies_it_is_fedavg_at_twice_the_rate(
     bare = train(FediOS(without=without), sites, model=model, train={"optimizer": {"lr": 0.01, **optimizer}})
     average = train(FedAvg(), sites, model=model, train={"optimizer": {"lr": 0.02, **optimizer}})
     assert same({name.removeprefix("net."): t for name, t in bare.loop.server.items()}, average.loop.server)
-    for client, state in bare.states.items():
-        assert same({name.removeprefix("net."): t for name, t in state.items()}, average.states[client])
+    for client_id, state in bare.states.items():
+        assert same({name.removeprefix("net."): t for name, t in state.items()}, average.states[client_id])
     for moment in ("received", "trained", "global"):
         assert bare.scores(moment) == average.scores(moment)
     slower = train(FedAvg(), sites, model=model, train={"optimizer": {"lr": 0.01, **optimizer}})
@@ -501,7 +503,7 @@ def test_tall_projections_keep_equation_six_to_the_letter(places: int | None, ba
         a, b = made[0].float() @ model.net.body(x).T, made[2].float() @ model.personal(x).T
         assert_close(method.predict(model, x, no_draw), model.net.head(0.5 * a.T + 0.5 * b.T))
         assert_close(method.predict_global(model, x, no_draw), model.net.head(a.T))
-        inner = method.examine(model, x, no_draw).means
+        inner = method.forward_details(model, x, no_draw).means
     assert float(inner["inner/projected"].max()) == 0 < float(inner["inner/raw"].min())
 
 
@@ -559,7 +561,7 @@ def test_a_spare_subspace_is_for_who_comes_later(subspaces: Any, tiny: Federatio
     # It trains, from what the server has.
     run = train(method, tiny, train={"rounds": 1})
     data = replace(tiny.clients["plain"], name="new")
-    down = method.send(run.loop.server, "new", replace(run.loop.now(1), client="new"))
+    down = method.send(run.loop.server, "new", run.loop.context(1).replace(client_id="new"))
     result = client_round(Job(method, run.loop.config, info, data, 1), None, down)
     assert isinstance(result, Result)
     first = built(method, "new", info).state_dict()
@@ -586,8 +588,8 @@ def test_without_a_spare_subspace_nobody_can_join(method: FediOS, later: tuple[s
         ConfigError, match=rf"'new' cannot join.*all {wanted - 1} are taken.*max_clients of {wanted} or"
     ):
         client_round(Job(method, config_of(), info, data, 1), None, {})
-    for client in tiny.names:  # nothing changes for those who are there
-        assert same(built(method, client, info).state_dict(), built(method, client, known).state_dict())
+    for client_id in tiny.names:  # nothing changes for those who are there
+        assert same(built(method, client_id, info).state_dict(), built(method, client_id, known).state_dict())
 
 
 def test_without_projections_anybody_can_join() -> None:
@@ -671,17 +673,17 @@ def test_bad_settings_are_refused(settings: dict[str, Any], said: str) -> None:
 # --- inference and records -------------------------------------------------------------------------------------------
 
 
-def trained_model(run: Trained, client: str) -> Net:
-    model = built(FediOS(), client, run.loop.info)
-    load(model, run.states[client])
+def trained_model(run: Trained, client_id: str) -> Net:
+    model = built(FediOS(), client_id, run.loop.info)
+    load(model, run.states[client_id])
     return model.eval()
 
 
 @torch.no_grad()
 def test_prediction_is_fused_and_the_global_one_is_the_generic_path(plain: Trained) -> None:
-    client = plain.records[-1].cohort[0]
-    model = trained_model(plain, client)
-    x = inputs(plain.loop.federation.clients[client].test.x, plain.loop.config)
+    client_id = plain.records[-1].cohort[0]
+    model = trained_model(plain, client_id)
+    x = model_inputs(plain.loop.federation.clients[client_id].test.x, plain.loop.config)
     g, p = (model.basis[which] @ model.basis[which].T for which in ("generic", "personal"))
     a, b = model.net.body(x) @ g.T, model.personal(x) @ p.T
     for alpha in (0.0, 0.3, 1.0):
@@ -690,20 +692,20 @@ def test_prediction_is_fused_and_the_global_one_is_the_generic_path(plain: Train
     alone = FediOS().predict_global(model, x, no_draw)
     assert_close(alone, model.net.head(a), 1e-5)
     # It reads nothing that is a client's own.
-    other = built(FediOS(), next(c for c in plain.loop.info.clients if c != client), plain.loop.info).eval()
-    load(other, {name: t for name, t in plain.states[client].items() if name.startswith("net.")})
+    other = built(FediOS(), next(c for c in plain.loop.info.clients if c != client_id), plain.loop.info).eval()
+    load(other, {name: t for name, t in plain.states[client_id].items() if name.startswith("net.")})
     assert torch.equal(FediOS().predict_global(other, x, no_draw), alone)
     assert not torch.allclose(FediOS().predict(other, x, no_draw), FediOS().predict(model, x, no_draw), atol=1e-2)
 
 
 @torch.no_grad()
-def test_records_hold_paths_and_inner_products(plain: Trained) -> None:
+def test_records_hold_branches_and_inner_products(plain: Trained) -> None:
     """The last round's, worked out again from the clients' states."""
     record = plain.records[-1]
-    for client in record.cohort:
-        data, kept = plain.loop.federation.clients[client], record.scores["trained"]["test"][client]
-        x, y = inputs(data.test.x, plain.loop.config), data.test.y
-        model = trained_model(plain, client)
+    for client_id in record.cohort:
+        data, kept = plain.loop.federation.clients[client_id], record.scores["trained"]["test"][client_id]
+        x, y = model_inputs(data.test.x, plain.loop.config), data.test.y
+        model = trained_model(plain, client_id)
         z, own = model.net.body(x), model.personal(x)
         a, b = (v @ (model.basis[w] @ model.basis[w].T) for v, w in ((z, "generic"), (own, "personal")))
 
@@ -711,18 +713,18 @@ def test_records_hold_paths_and_inner_products(plain: Trained) -> None:
             return int((model.net.head(features).argmax(1) == y).sum())
 
         assert kept.correct == right(0.5 * a + 0.5 * b)
-        assert kept.paths == {"generic": right(a), "personal": right(b)}
-        assert kept.inside.keys() == {"inner/raw", "inner/projected"}
-        assert kept.inside["inner/raw"] == pytest.approx(float((z * own).sum(1).abs().mean()), rel=1e-5)
-        assert kept.inside["inner/projected"] < 1e-5 * kept.inside["inner/raw"]
+        assert kept.branches == {"generic": right(a), "personal": right(b)}
+        assert kept.diagnostics.keys() == {"inner/raw", "inner/projected"}
+        assert kept.diagnostics["inner/raw"] == pytest.approx(float((z * own).sum(1).abs().mean()), rel=1e-5)
+        assert kept.diagnostics["inner/projected"] < 1e-5 * kept.diagnostics["inner/raw"]
 
 
 def test_every_evaluation_has_them_but_the_global_one(plain: Trained) -> None:
     for record in plain.records:
         for moment, splits in record.scores.items():
             for kept in splits["test"].values():
-                assert set(kept.paths) == ({"generic", "personal"} if moment != "global" else set())
-                assert bool(kept.inside) == (moment != "global")
+                assert set(kept.branches) == ({"generic", "personal"} if moment != "global" else set())
+                assert bool(kept.diagnostics) == (moment != "global")
     assert [set(record.scores) for record in plain.records[1:]] == [{"received", "trained", "global"}] * 3
     for record in plain.records[1:]:
         for logs in record.logs.values():
@@ -731,5 +733,5 @@ def test_every_evaluation_has_them_but_the_global_one(plain: Trained) -> None:
 
 def test_the_global_moment_is_the_generic_path_of_what_was_received(plain: Trained) -> None:
     for record in plain.records[1:]:
-        for client, alone in record.scores["global"]["test"].items():
-            assert alone.correct == record.scores["received"]["test"][client].paths["generic"]
+        for client_id, alone in record.scores["global"]["test"].items():
+            assert alone.correct == record.scores["received"]["test"][client_id].branches["generic"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,20 +11,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from fedprism.engines.client import Failure, Job, Result, client_receive, open_slot
-from fedprism.engines.events import Snapshot
-from fedprism.engines.inprocess import InProcess, Request
-from fedprism.engines.wire import size
+from fedprism.engines.inprocess import InProcess
 from fedprism.errors import ConfigError
 from fedprism.federation import Federation
 from fedprism.methods import factors, leaves
-from fedprism.methods.base import Arch, Draw, Info, Me, Net, Now, Parts, State
+from fedprism.methods.base import Arch, Client, Context, Draw, Info, Net, Parts, State
 from fedprism.methods.factors import Updates, factored, multiplied, room
 from fedprism.methods.fedavg import FedAvg
 from fedprism.methods.fedkd import FedKD
 from fedprism.methods.local import Local
-from tests.helpers import CPU, cut, loop_for, same
-from tests.test_limit_cases import MLP, Trained, config_of, part, train
+from fedprism.round.client import Job, client_receive, open_slot
+from fedprism.round.engine import Failure, Request, Result
+from fedprism.round.events import Snapshot
+from fedprism.store.serialize import size
+from tests.harness import CPU, MLP, Trained, config_of, cut, loop_for, part, same, train
 
 HALF: dict[str, Any] = {"T_start": 0.5, "T_end": 0.6}
 
@@ -35,8 +35,8 @@ HALF: dict[str, Any] = {"T_start": 0.5, "T_end": 0.6}
 @pytest.mark.parametrize("participation", [1.0, 0.67])
 def test_a_teacher_that_learns_nothing_from_the_student_is_local(participation: float, tiny: Federation) -> None:
     run, alone = (train(method, tiny, clients={"participation": participation}) for method in (FedKD(lam=0.0), Local()))
-    for client, state in run.states.items():
-        assert same(part(state, "teacher."), alone.states[client])
+    for client_id, state in run.states.items():
+        assert same(part(state, "teacher."), alone.states[client_id])
     assert run.correct() == alone.correct()
     taught = train(FedKD(), tiny, clients={"participation": participation})
     assert not any(same(part(state, "teacher."), alone.states[c]) for c, state in taught.states.items())
@@ -46,8 +46,8 @@ def test_each_model_steps_by_its_own_loss(tiny: Federation) -> None:
     """CE + (KL + MSE) / (CE_t + CE_s) with gradients of its own parameters, the divisor a number."""
     method = FedKD(student="mlp")  # type: ignore[arg-type]
     loop = loop_for(method, config_of(), tiny)
-    me = open_slot(Job(method, loop.config, loop.info, tiny.clients["plain"], 0))
-    teacher, student, link = me.model.teacher, me.model.student, me.model.map
+    client = open_slot(Job(method, loop.config, loop.info, tiny.clients["plain"], 0))
+    teacher, student, link = client.model.teacher, client.model.student, client.model.map
     x, y = torch.rand(8, *tiny.shape), torch.arange(8)
 
     def losses() -> tuple[Tensor, Tensor]:
@@ -59,7 +59,7 @@ def test_each_model_steps_by_its_own_loss(tiny: Federation) -> None:
         kl_s = (t.softmax(1) * (t.log_softmax(1) - s.log_softmax(1))).sum(1).mean()
         return ce_t + (kl_t + hidden) / both, ce_s + (kl_s + hidden) / both
 
-    method.loss(me, x, y).backward()  # type: ignore[no-untyped-call]
+    method.loss(client, x, y).backward()  # type: ignore[no-untyped-call]
     for model, loss in zip((teacher, student), losses(), strict=True):
         expected = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
         for parameter, grad in zip(model.parameters(), expected, strict=True):
@@ -73,9 +73,9 @@ def test_what_they_teach_has_a_gradient(which: str, tiny: Federation) -> None:
     for lam in (0.0, 1.0):
         method = FedKD(lam=lam, student="mlp")  # type: ignore[arg-type]
         loop = loop_for(method, config_of(), tiny)
-        me = open_slot(Job(method, loop.config, loop.info, tiny.clients["plain"], 0))
-        method.loss(me, torch.ones(4, *tiny.shape), torch.arange(4)).backward()  # type: ignore[no-untyped-call]
-        grads.append(torch.cat([p.grad.flatten() for p in getattr(me.model, which).parameters()]))
+        client = open_slot(Job(method, loop.config, loop.info, tiny.clients["plain"], 0))
+        method.loss(client, torch.ones(4, *tiny.shape), torch.arange(4)).backward()  # type: ignore[no-untyped-call]
+        grads.append(torch.cat([p.grad.flatten() for p in getattr(client.model, which).parameters()]))
     assert (grads[1] - grads[0]).abs().max() > 1e-4
     assert which != "map" or not grads[0].any()
 
@@ -88,7 +88,7 @@ def test_three_architectures_and_a_student_of_a_fourth(tiny: Federation) -> None
         method = FedKD(student=student)  # type: ignore[arg-type]
         run = train(method, tiny, model=models)
         assert method.facts(run.loop.info)["student"].startswith(words)
-        assert not any(same(part(s, "teacher."), alone.states[client]) for client, s in run.states.items())
+        assert not any(same(part(s, "teacher."), alone.states[client_id]) for client_id, s in run.states.items())
         assert len({s["map.weight"].shape for s in run.states.values()}) == 3
         students = [part(state, "received.") for state in run.states.values()]
         assert all(same(students[0], other) for other in students)
@@ -176,15 +176,15 @@ def test_what_goes_to_many_is_factored_once(monkeypatch: pytest.MonkeyPatch) -> 
 class Whole(FedKD):
     """Nothing is compressed."""
 
-    def encode(self, state: State, now: Now) -> State:
+    def encode(self, state: State, ctx: Context) -> State:
         return state
 
 
 def test_with_all_of_the_energy_nothing_is_lost(tiny: Federation) -> None:
     one, other = train(FedKD(T_start=1.0, T_end=1.0), tiny, model=MLP), train(Whole(), tiny, model=MLP)
-    for client, state in one.states.items():
+    for client_id, state in one.states.items():
         for name, tensor in state.items():
-            assert (tensor.double() - other.states[client][name].double()).abs().max() < 1e-5, name
+            assert (tensor.double() - other.states[client_id][name].double()).abs().max() < 1e-5, name
     less = train(FedKD(**HALF), tiny, model=MLP)
     assert any((less.server[name] - t).abs().max() > 1e-3 for name, t in one.server.items() if name.startswith("old"))
 
@@ -193,7 +193,7 @@ def test_energy_grows_from_start_to_end(tiny: Federation) -> None:
     loop = loop_for(FedKD(), config_of(train={"rounds": 30}), tiny)
     method = loop.method
     assert isinstance(method, FedKD)
-    energies = [method.energy(loop.now(round)) for round in (0, 14, 29, 30)]
+    energies = [method.energy(loop.context(round)) for round in (0, 14, 29, 30)]
     assert energies == pytest.approx([0.951, 0.965, 0.98, 0.98])
 
 
@@ -209,13 +209,14 @@ def test_the_student_comes_whole_once_and_then_as_updates(tiny: Federation) -> N
 
 
 def received(
-    run: Trained, federation: Federation, at: Snapshot, client: str, state: State | None, to: str | None
+    run: Trained, federation: Federation, at: Snapshot, client_id: str, state: State | None, to: str | None
 ) -> State:
     """A client's state when it has been sent what is meant for `to` after a round."""
     loop = run.loop
-    now = replace(loop.now(at.round), client=client)
-    down = loop.method.encode(loop.method.send(at.server, to, now), now)
-    return client_receive(Job(loop.method, loop.config, loop.info, federation.clients[client], now.round), state, down)
+    ctx = loop.context(at.round).replace(client_id=client_id)
+    download = loop.method.encode(loop.method.send(at.server, to, ctx), ctx)
+    job = Job(loop.method, loop.config, loop.info, federation.clients[client_id], ctx.round)
+    return client_receive(job, state, download)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +229,7 @@ def received(
         {"dropout": 0.4},
         {"participation": 0.34, "train": "all", "dropout": 0.5},
     ],
-    ids=["all", "some", "told", "trained", "dropped", "trained and dropped"],
+    ids=["all", "some", "broadcast", "trained", "dropped", "trained and dropped"],
 )
 @pytest.mark.filterwarnings("ignore:in round . every client failed")
 def test_all_have_one_student_whatever_was_lost_or_missed(clients: dict[str, Any], tiny: Federation) -> None:
@@ -236,13 +237,13 @@ def test_all_have_one_student_whatever_was_lost_or_missed(clients: dict[str, Any
     method = run.loop.method
     assert isinstance(method, FedKD)
     for at in run.seen.snapshots:
-        student = method.moved(at.server, run.loop.now(at.round))
+        student = method.moved(at.server, run.loop.context(at.round))
         # Where nobody is averaged, the same update is sent in a later round, too.
-        assert all(same(method.moved(at.server, run.loop.now(round)), student) for round in (0, 4))
-        for client in tiny.names:
-            once = received(run, tiny, at, client, at.clients[client], to=client)
+        assert all(same(method.moved(at.server, run.loop.context(round)), student) for round in (0, 4))
+        for client_id in tiny.names:
+            once = received(run, tiny, at, client_id, at.clients[client_id], to=client_id)
             assert same({name: once[name] for name in student}, student)
-            assert same(received(run, tiny, at, client, once, to=client), once)  # sent again, it changes nothing
+            assert same(received(run, tiny, at, client_id, once, to=client_id), once)  # sent again, it changes nothing
         stranger = received(run, tiny, at, "plain", None, to=None)
         assert same({name: stranger[name] for name in student}, student)
     if clients.keys() >= {"train", "dropout"}:  # twice in a row nobody is averaged, and one trains who has the update
@@ -257,18 +258,18 @@ class InUpdates(Updates):
 
     weighting = "uniform"
 
-    def energy(self, now: Now) -> float:
+    def energy(self, ctx: Context) -> float:
         return 1.0
 
-    def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
+    def build(self, arch: Arch, client_id: str | None, info: Info, seed: int) -> nn.Module:
         model = arch.model(seed)
         return Parts(net=model, received=room(net=model))
 
-    def shared(self, model: Net, now: Now) -> Collection[str]:
+    def shared(self, model: Net, ctx: Context) -> Collection[str]:
         return leaves.part(model, "net")
 
-    def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
-        return cross_entropy(me.model.net(x), y)
+    def loss(self, client: Client, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(client.model.net(x), y)
 
     def predict(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
         scores: Tensor = model.net(x)
@@ -280,7 +281,7 @@ def test_the_mean_of_updates_is_the_update_of_the_mean(participation: float, tin
     sites = cut(tiny, (40, 25, 10))
     clients = {"participation": participation, "weighting": "uniform"}
     one, other = train(InUpdates(), sites, clients=clients), train(FedAvg(), sites, clients=clients)
-    student = one.loop.method.moved(one.server, one.loop.now(3))  # type: ignore[attr-defined]
+    student = one.loop.method.moved(one.server, one.loop.context(3))  # type: ignore[attr-defined]
     for name, tensor in other.server.items():
         torch.testing.assert_close(student[f"net.{name}"], tensor, atol=1e-5, rtol=1e-4)
 
@@ -295,12 +296,11 @@ def test_an_upload_that_cannot_be_decoded_is_refused_by_name(tiny: Federation) -
     """Factors that do not fit together: that client is left out, and the round goes on."""
 
     class Spoilt(InProcess):
-        def train(self, round: int, requests: Mapping[str, Request]) -> dict[str, Result | Failure]:
-            answers = super().train(round, requests)
-            answer = answers["tinted"]
-            assert isinstance(answer, Result)
-            cut = {name: tensor.flatten()[:1] for name, tensor in answer.upload.items()}
-            return {**answers, "tinted": replace(answer, upload=cut)}
+        def train(self, round: int, requests: Mapping[str, Request]) -> Iterator[tuple[str, Result | Failure]]:
+            for client_id, answer in super().train(round, requests):
+                assert isinstance(answer, Result)
+                cut = {name: tensor.flatten()[:1] for name, tensor in answer.upload.items()}
+                yield client_id, replace(answer, upload=cut) if client_id == "tinted" else answer
 
     loop = loop_for(FedKD(), config_of(train={"rounds": 2}), tiny)
     loop.engine = Spoilt(loop.method, loop.config, loop.info, tiny, CPU)

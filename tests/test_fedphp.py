@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from fedprism.config import structure
-from fedprism.engines.client import Job, Result, client_evaluate, client_receive, client_round, open_slot
-from fedprism.engines.passes import inputs
 from fedprism.errors import ConfigError
 from fedprism.federation import Federation
-from fedprism.methods.base import Me, State
+from fedprism.methods.base import Client, State
 from fedprism.methods.fedavg import FedAvg
 from fedprism.methods.fedphp import FedPHP, scaled_mmd
-from tests.helpers import loop_for, same
-from tests.test_limit_cases import Trained, config_of, part, train
+from fedprism.round.client import Job, client_evaluate, client_receive, client_round, open_slot
+from fedprism.round.engine import Result
+from fedprism.round.training import model_inputs
+from tests.harness import Trained, config_of, loop_for, part, same, train
 
 TRANSFERS = ["mmd", "mmd-scaled", "soft-labels"]
-FEW = {"participation": 0.67}  # two of three clients a round
+FEW = {"participation": 0.67}  # two of three clients per round
 
 
 def models(state: State | None) -> tuple[State, State]:
@@ -43,12 +43,12 @@ def test_the_private_model_is_inherited_by_the_schedule(mu: float, tiny: Federat
     rounds = 3
     seen = train(FedPHP(mu=mu), tiny, train={"rounds": rounds}).seen.snapshots
     for t in range(rounds):
-        for client in tiny.names:
-            new, personal = models(seen[t + 1].clients[client])
+        for client_id in tiny.names:
+            new, personal = models(seen[t + 1].clients[client_id])
             if t == 0:
                 assert same(personal, new)
                 continue
-            old, share = models(seen[t].clients[client])[1], mu * t / rounds
+            old, share = models(seen[t].clients[client_id])[1], mu * t / rounds
             for name, value in personal.items():
                 mixed = share * old[name].double() + (1 - share) * new[name].double()
                 counter = not value.is_floating_point()
@@ -67,8 +67,8 @@ def test_without_a_teacher_the_common_model_is_fedavgs(clients: dict[str, Any], 
     sections: dict[str, Any] = {"clients": clients, "evaluate": {"moments": ["received", "trained", "global"]}}
     free, average = train(FedPHP(lam=0.0, mu=0.0), tiny, **sections), train(FedAvg(), tiny, **sections)
     assert same(part(free.server, "common."), average.server)
-    for client, state in free.states.items():
-        assert same(models(state)[0], average.states[client])
+    for client_id, state in free.states.items():
+        assert same(models(state)[0], average.states[client_id])
     assert free.correct("global") == average.correct("global")
     assert free.correct("trained") == average.correct("trained")  # then the private model is the local one
     assert free.correct("received") != average.correct("received")
@@ -79,15 +79,15 @@ def test_without_a_teacher_the_common_model_is_fedavgs(clients: dict[str, Any], 
 # --- what it teaches -------------------------------------------------------------------------------------------------
 
 
-def slot_of(method: FedPHP, federation: Federation) -> tuple[Me, Tensor, Tensor]:
+def slot_of(method: FedPHP, federation: Federation) -> tuple[Client, Tensor, Tensor]:
     """A client whose common and personal model differ, both in eval mode, and a batch of its images."""
     loop = loop_for(method, config_of(), federation)
     job = Job(method, loop.config, loop.info, federation.clients["plain"], 0)
-    me, noise = open_slot(job), torch.Generator().manual_seed(1)
-    for parameter in me.model.common.parameters():
+    client, noise = open_slot(job), torch.Generator().manual_seed(1)
+    for parameter in client.model.common.parameters():
         parameter.data += 0.05 * torch.randn(parameter.shape, generator=noise)
-    me.model.eval()
-    return me, inputs(job.data.train.x[:12], job.config), job.data.train.y[:12]
+    client.model.eval()
+    return client, model_inputs(job.data.train.x[:12], job.config), job.data.train.y[:12]
 
 
 @pytest.mark.parametrize("transfer", TRANSFERS)
@@ -96,9 +96,9 @@ def test_what_is_taught_has_a_gradient(transfer: Any, tiny: Federation) -> None:
     gradients = []
     for lam in (0.0, 0.5):
         method = FedPHP(transfer=transfer, lam=lam)
-        me, x, y = slot_of(method, tiny)
-        method.loss(me, x, y).backward()
-        gradients.append({name: parameter.grad for name, parameter in me.model.named_parameters()})
+        client, x, y = slot_of(method, tiny)
+        method.loss(client, x, y).backward()
+        gradients.append({name: parameter.grad for name, parameter in client.model.named_parameters()})
     labels, both = gradients
     for name, gradient in both.items():
         if name.startswith("personal."):
@@ -126,10 +126,10 @@ def test_scaled_kernels_by_hand() -> None:
 def test_soft_labels_by_hand(tiny: Federation) -> None:
     """-sum q log p: q of the teacher's scores over 4, p of the student's as they are."""
     method = FedPHP(transfer="soft-labels", lam=0.25)
-    me, x, y = slot_of(method, tiny)
-    q, p = (me.model.personal(x) / 4).softmax(1), me.model.common(x).softmax(1)
+    client, x, y = slot_of(method, tiny)
+    q, p = (client.model.personal(x) / 4).softmax(1), client.model.common(x).softmax(1)
     expected = 0.75 * -p.log()[range(12), y].mean() + 0.25 * -(q * p.log()).sum(1).mean()
-    torch.testing.assert_close(method.loss(me, x, y), expected)
+    torch.testing.assert_close(method.loss(client, x, y), expected)
 
 
 MODES: list[tuple[bool, bool]] = []
@@ -137,16 +137,16 @@ MODES: list[tuple[bool, bool]] = []
 
 @dataclass(frozen=True)
 class Watched(FedPHP):
-    def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
-        MODES.append((me.model.common.body.bn1.training, me.model.personal.body.bn1.training))
-        return super().loss(me, x, y)
+    def loss(self, client: Client, x: Tensor, y: Tensor) -> Tensor:
+        MODES.append((client.model.common.body.bn1.training, client.model.personal.body.bn1.training))
+        return super().loss(client, x, y)
 
 
 def test_the_teacher_is_in_eval_mode_and_stays_as_it_is(tiny: Federation) -> None:
     MODES.clear()
     run = train(Watched(mu=1.0), tiny, train={"rounds": 3})
     assert set(MODES) == {(True, False)}
-    # Batch norm's counter: 3 steps a round from 3 clients' rounded mean; the private one lags behind.
+    # Batch norm's counter: 3 steps per round from 3 clients' rounded mean; the private one lags behind.
     common, personal = models(run.states["plain"])
     name = "body.bn1.num_batches_tracked"
     assert 0 < int(personal[name]) < int(common[name]) == 9
@@ -170,7 +170,7 @@ def test_the_private_model_is_tested_and_does_not_change_on_arrival(tiny: Federa
 
 @pytest.mark.parametrize("broadcast", ["participants", "all"])
 def test_who_has_not_trained_has_the_received_model(broadcast: str, tiny: Federation) -> None:
-    """However often it was told; its first training then leaves it its own model alone, however late that is."""
+    """However often it received one; its first training then leaves it its own model alone, however late that is."""
     clients = {**FEW, "broadcast": broadcast, "train": "participants"}
     run = train(FedPHP(mu=1.0), tiny, train={"rounds": 4}, clients=clients)
     cohorts = [record.cohort for record in run.seen.records[1:]]
@@ -180,15 +180,14 @@ def test_who_has_not_trained_has_the_received_model(broadcast: str, tiny: Federa
     assert same(*models(after.clients[late]))
     assert not bool((before.clients[late] or {"own.trained": torch.tensor(False)})["own.trained"])
     assert same(*models(received(run, before.server, late, before.clients[late], first)))
-    others = [client for client in cohorts[first] if client != late]
-    assert not any(same(*models(after.clients[client])) for client in others)
+    others = [client_id for client_id in cohorts[first] if client_id != late]
+    assert not any(same(*models(after.clients[client_id])) for client_id in others)
 
 
-def received(run: Trained, server: State, client: str, state: State | None, round: int) -> State:
+def received(run: Trained, server: State, client_id: str, state: State | None, round: int) -> State:
     loop = run.loop
-    return client_receive(
-        Job(loop.method, loop.config, loop.info, run.loop.federation.clients[client], round), state, server
-    )
+    job = Job(loop.method, loop.config, loop.info, loop.federation.clients[client_id], round)
+    return client_receive(job, state, server)
 
 
 def test_a_newcomer_is_tested_with_what_it_receives_and_adapts_it(tiny: Federation) -> None:

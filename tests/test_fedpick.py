@@ -15,19 +15,19 @@ from torch.nn.functional import cross_entropy, kl_div
 import fedprism as fp
 from fedprism import keys
 from fedprism.config import Config, structure
-from fedprism.engines.client import Job, make_info, open_slot
-from fedprism.engines.loop import Loop
-from fedprism.engines.noise import Noise, keyed_draw
-from fedprism.engines.passes import batches, inputs
 from fedprism.errors import ConfigError
 from fedprism.federation import Federation
-from fedprism.methods.base import Me, Method, Net, State, average, no_draw
+from fedprism.methods.base import Client, Method, Net, State, average, no_draw
 from fedprism.methods.fedavg import FedAvg
 from fedprism.methods.fedbn import FedBN
 from fedprism.methods.fedpick import FedPick, mask_network
 from fedprism.methods.leaves import norms
 from fedprism.models import Arch
-from tests.helpers import CPU, Collect, loop_for, same
+from fedprism.round.client import Job, make_info, open_slot
+from fedprism.round.loop import Loop
+from fedprism.round.noise import Noise, keyed_draw
+from fedprism.round.training import model_inputs
+from tests.harness import BESIDE, Collect, batches, loop_for, same
 
 UNIFORM = {"weighting": "uniform"}
 PARTS = ("net.body", "net.head", "mask", "relevant", "irrelevant")
@@ -35,7 +35,7 @@ OFF = {"lam_lce": 0.0, "lam_ent": 0.0, "lam_dis": 0.0}
 
 
 def config_of(**sections: Any) -> Config:
-    train = {"rounds": 2, "batch": 16, **sections.pop("train", {})}
+    train = {"rounds": 2, "batch_size": 16, **sections.pop("train", {})}
     return structure({"train": train, "evaluate": {"splits": ["test"]}, **sections}, Config)
 
 
@@ -55,29 +55,29 @@ def scores(seen: Collect) -> list[Any]:
     return [(s.correct, s.loss) for record in seen.records for s in record.scores["received"]["test"].values()]
 
 
-def slot(federation: Federation, method: FedPick, **sections: Any) -> tuple[Me, Tensor, Tensor]:
+def slot(federation: Federation, method: FedPick, **sections: Any) -> tuple[Client, Tensor, Tensor]:
     """A client about to take its first step, with its training images."""
     config = config_of(**sections)
     info = make_info(config, federation.names, federation.classes, federation.shape)
     data = federation.clients["tinted"]
-    me = open_slot(Job(method, config, info, data, 0))
-    me.model.train()
-    me.draw = keyed_draw(CPU, "a step")
-    return me, inputs(data.train.x, config), data.train.y
+    client = open_slot(Job(method, config, info, data, 0))
+    client.model.train()
+    client.draw = keyed_draw(None, "a step")
+    return client, model_inputs(data.train.x, config), data.train.y
 
 
 def gradients(federation: Federation, method: FedPick) -> dict[str, State]:
     """The gradient of one step's loss, by part."""
-    me, x, y = slot(federation, method)
-    method.loss(me, x, y).backward()
-    zeros = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in me.model.named_parameters()}
+    client, x, y = slot(federation, method)
+    method.loss(client, x, y).backward()
+    zeros = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in client.model.named_parameters()}
     return {name: part(zeros, f"{name}.") for name in PARTS}
 
 
-def logged(me: Me, name: str) -> float:
+def logged(client: Client, name: str) -> float:
     """The one value that was logged under a name."""
-    assert me.counts[name] == 1
-    return float(me.sums[name])
+    assert client.log_counts[name] == 1
+    return float(client.log_sums[name])
 
 
 def silence(mask: nn.Module) -> None:
@@ -90,94 +90,94 @@ def silence(mask: nn.Module) -> None:
 
 
 def test_a_hard_mask_is_exact_and_has_the_gradient_of_the_soft_one(tiny: Federation) -> None:
-    me, x, _ = slot(tiny, FedPick())
+    client, x, _ = slot(tiny, FedPick())
     rng = torch.Generator().manual_seed(0)
-    z, noise, weights = me.model.net.body(x).detach(), *torch.randn(2, len(x), 64, generator=rng)
+    z, noise, weights = client.model.net.body(x).detach(), *torch.randn(2, len(x), 64, generator=rng)
     z.requires_grad_()  # the mask network sends a gradient on to the body
 
     def gradient(mask: Tensor) -> list[Tensor]:
-        return list(torch.autograd.grad((mask * weights).sum(), [*me.model.mask.parameters(), z]))
+        return list(torch.autograd.grad((mask * weights).sum(), [*client.model.mask.parameters(), z]))
 
     for tau, threshold in ((1.0, 0.5), (3.0, 0.4)):
         method = FedPick(tau=tau, threshold=threshold)
-        soft, hard = method.pick(me.model, z, noise)
-        by_hand = torch.sigmoid((me.model.mask(z) + noise) / tau)
+        soft, hard = method.pick(client.model, z, noise)
+        by_hand = torch.sigmoid((client.model.mask(z) + noise) / tau)
         torch.testing.assert_close(soft, by_hand)
         assert torch.equal(hard, (by_hand >= threshold).float())
         assert set(hard.unique().tolist()) == {0.0, 1.0}
         expected = gradient(by_hand)
         assert all(g.abs().sum() > 0 for g in expected)
         torch.testing.assert_close(gradient(hard), expected)
-        again, used = FedPick(tau=tau, threshold=threshold, mask="soft").pick(me.model, z, noise)
+        again, used = FedPick(tau=tau, threshold=threshold, mask="soft").pick(client.model, z, noise)
         assert torch.equal(used, soft)
         assert torch.equal(again, soft)
 
 
 def test_a_feature_at_the_threshold_is_in(tiny: Federation) -> None:
     """Of logits 0 the soft mask is 1/2 exactly."""
-    me, x, _ = slot(tiny, FedPick())
-    silence(me.model.mask)
-    z = me.model.net.body(x)
-    for threshold, inside in ((0.5, 1.0), (0.500001, 0.0)):
-        assert (FedPick(threshold=threshold).pick(me.model, z, 0.0)[1] == inside).all()
+    client, x, _ = slot(tiny, FedPick())
+    silence(client.model.mask)
+    z = client.model.net.body(x)
+    for threshold, chosen in ((0.5, 1.0), (0.500001, 0.0)):
+        assert (FedPick(threshold=threshold).pick(client.model, z, 0.0)[1] == chosen).all()
 
 
 @pytest.mark.parametrize("threshold", [0.5, 0.3, 0.8])
 def test_training_draws_the_noise_of_a_fair_choice(threshold: float, tiny: Federation) -> None:
     """The difference of two Gumbel variables is logistic: with logits 0 and tau 1 the soft mask is uniform."""
     method = FedPick(threshold=threshold)
-    me, x, y = slot(tiny, method)
-    silence(me.model.mask)
+    client, x, y = slot(tiny, method)
+    silence(client.model.mask)
     drawn: dict[str, Tensor] = {}
 
     def draw(name: str, *shape: int) -> Tensor:
         assert name not in drawn
-        drawn[name] = keyed_draw(CPU, "a step")(name, *shape)
+        drawn[name] = keyed_draw(None, "a step")(name, *shape)
         return drawn[name]
 
-    me.draw = draw
-    me.model.net.body.eval()
+    client.draw = draw
+    client.model.net.body.eval()
     images = x.repeat(5, 1, 1, 1)
-    method.loss(me, images, y.repeat(5))
+    method.loss(client, images, y.repeat(5))
     first, second = drawn.values()
     assert first.shape == second.shape == (200, 64)  # one for every image and feature
     assert not torch.equal(first, second)
-    assert logged(me, "selected") == pytest.approx(1 - threshold, abs=0.02)  # four deviations of 12,800 draws
+    assert logged(client, "selected") == pytest.approx(1 - threshold, abs=0.02)  # four deviations of 12,800 draws
 
 
 @pytest.mark.parametrize("mask", ["hard", "soft"])
 def test_the_logits_decide_too(mask: Any, tiny: Federation) -> None:
     """With logits far above the noise everything is picked, far below nothing; a high temperature softens that."""
     for bias, selected in ((40.0, 1.0), (-40.0, 0.0)):
-        me, x, y = slot(tiny, FedPick(mask=mask))
-        silence(me.model.mask)
-        nn.init.constant_(me.model.mask[2].bias, bias)
-        FedPick(mask=mask).loss(me, x, y)
-        assert logged(me, "selected") == selected
-        soft, _ = FedPick(tau=40.0).pick(me.model, me.model.net.body(x), 0.0)
+        client, x, y = slot(tiny, FedPick(mask=mask))
+        silence(client.model.mask)
+        nn.init.constant_(client.model.mask[2].bias, bias)
+        FedPick(mask=mask).loss(client, x, y)
+        assert logged(client, "selected") == selected
+        soft, _ = FedPick(tau=40.0).pick(client.model, client.model.net.body(x), 0.0)
         assert torch.allclose(soft, torch.sigmoid(torch.tensor(bias / 40)))
 
 
 @pytest.mark.parametrize("mask", ["hard", "soft"])
 def test_no_noise_at_inference(mask: Any, tiny: Federation) -> None:
     """`no_draw` raises. A hard mask at the threshold 1/2 then depends on the sign of the logits alone: not on tau."""
-    me, x, _ = slot(tiny, FedPick(mask=mask))
-    me.model.eval()
-    cold, hot = (FedPick(mask=mask, tau=tau).predict(me.model, x, no_draw) for tau in (1.0, 10.0))
+    client, x, _ = slot(tiny, FedPick(mask=mask))
+    client.model.eval()
+    cold, hot = (FedPick(mask=mask, tau=tau).predict(client.model, x, no_draw) for tau in (1.0, 10.0))
     assert torch.equal(cold, hot) == (mask == "hard")
 
 
 # --- Eq. 8 to 15: the loss -------------------------------------------------------------------------------------------
 
 
-def by_hand(me: Me, x: Tensor, y: Tensor, mask: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def by_hand(client: Client, x: Tensor, y: Tensor, mask: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The four terms of Eq. 15, with PyTorch's own losses."""
-    z = me.model.net.body(x)
-    one, two = me.draw("plus", *z.shape).double(), me.draw("minus", *z.shape).double()
+    z = client.model.net.body(x)
+    one, two = client.draw("plus", *z.shape).double(), client.draw("minus", *z.shape).double()
     logistic = (-(-one.log()).log() + (-two.log()).log()).float()
-    m = torch.sigmoid((me.model.mask(z) + logistic) / 2.0)
+    m = torch.sigmoid((client.model.mask(z) + logistic) / 2.0)
     m = (m >= 0.5).float() if mask == "hard" else m
-    g, p, u = me.model.net.head(z), me.model.relevant(z * m), me.model.irrelevant(z * (1 - m))
+    g, p, u = client.model.net.head(z), client.model.relevant(z * m), client.model.irrelevant(z * (1 - m))
     log_g, log_p = g.log_softmax(1), p.log_softmax(1)
     entropy = torch.distributions.Categorical(logits=u).entropy().mean()
     towards_p = kl_div(log_g, log_p, reduction="batchmean", log_target=True)  # KL(p || g)
@@ -190,11 +190,11 @@ def by_hand(me: Me, x: Tensor, y: Tensor, mask: str) -> tuple[Tensor, Tensor, Te
 def test_the_loss_is_the_sum_of_its_terms(mask: Any, detach: bool, tiny: Federation) -> None:
     weights = {"lam_lce": 0.7, "lam_ent": 0.3, "lam_dis": 1.9}
     method = FedPick(tau=2.0, mask=mask, detach=detach, **weights)
-    me, x, y = slot(tiny, method)
-    gce, lce, ent, dis = by_hand(me, x, y, mask)
+    client, x, y = slot(tiny, method)
+    gce, lce, ent, dis = by_hand(client, x, y, mask)
     assert ent < -2  # ten classes: at first nearly log 10 of entropy
     assert dis > 1e-3
-    torch.testing.assert_close(method.loss(me, x, y), gce + 0.7 * lce + 0.3 * ent + 1.9 * dis)
+    torch.testing.assert_close(method.loss(client, x, y), gce + 0.7 * lce + 0.3 * ent + 1.9 * dis)
 
 
 @pytest.mark.parametrize(
@@ -216,33 +216,33 @@ def test_where_the_gradient_of_a_term_goes(term: str, reaches: set[str], tiny: F
 def test_the_entropy_term_makes_irrelevant_features_uncertain(tiny: Federation) -> None:
     """A step along its gradient raises the entropy; the other sign would lower it."""
     method = FedPick(**{**OFF, "lam_ent": 1.0})
-    me, x, y = slot(tiny, method)
+    client, x, y = slot(tiny, method)
     rng = torch.Generator().manual_seed(0)
-    nn.init.normal_(me.model.irrelevant[-1].weight, std=0.5, generator=rng)  # certain of itself
-    before = -by_hand(me, x, y, "hard")[2]
-    method.loss(me, x, y).backward()
+    nn.init.normal_(client.model.irrelevant[-1].weight, std=0.5, generator=rng)  # certain of itself
+    before = -by_hand(client, x, y, "hard")[2]
+    method.loss(client, x, y).backward()
     with torch.no_grad():
-        for parameter in me.model.irrelevant.parameters():
+        for parameter in client.model.irrelevant.parameters():
             parameter -= 0.5 * parameter.grad
-    assert -by_hand(me, x, y, "hard")[2] > before + 0.01
+    assert -by_hand(client, x, y, "hard")[2] > before + 0.01
 
 
 def test_distillation_moves_both_heads_and_detached_only_the_students(tiny: Federation) -> None:
     """d KL(p || g) / d logits of g = (g - p) / batch. With a gradient on both sides more is added to it."""
 
     def logit_gradients(method: FedPick) -> tuple[Tensor, ...]:
-        me, x, y = slot(tiny, method)
+        client, x, y = slot(tiny, method)
         kept: dict[str, Tensor] = {}
 
         def keep(name: str) -> Callable[[Any, Any, Tensor], None]:
             return lambda module, given, out: kept.update({name: out}) or out.retain_grad()
 
-        me.model.net.head.register_forward_hook(keep("g"))
-        me.model.relevant.register_forward_hook(keep("p"))
+        client.model.net.head.register_forward_hook(keep("g"))
+        client.model.relevant.register_forward_hook(keep("p"))
         plain, full = (replace(method, lam_dis=weight).loss for weight in (0.0, 1.0))
-        plain(me, x, y).backward()
+        plain(client, x, y).backward()
         base = kept["g"].grad
-        full(me, x, y).backward()
+        full(client, x, y).backward()
         assert base is not None
         return kept["g"].softmax(1), kept["p"].softmax(1), kept["g"].grad - base, kept["p"].grad
 
@@ -271,13 +271,13 @@ def test_without_feature_selection_it_is_fedbn(participation: float, unequal: Fe
     theirs, expected = trained(FedBN(), unequal, clients=clients)
     assert same(part(ours.server, "net."), theirs.server)
     assert ours.states.keys() == theirs.states.keys()
-    for client, state in theirs.states.items():
-        assert state is None or same(part(ours.states[client], "net."), state)
+    for client_id, state in theirs.states.items():
+        assert state is None or same(part(ours.states[client_id], "net."), state)
     assert scores(seen) == scores(expected)
     assert [record.up for record in seen.records] == [record.up for record in expected.records]
     score = next(iter(seen.records[-1].scores["received"]["test"].values()))
-    assert not score.paths
-    assert not score.inside
+    assert not score.branches
+    assert not score.diagnostics
 
 
 def test_by_default_clients_count_by_their_images(unequal: Federation) -> None:
@@ -295,8 +295,8 @@ def test_with_every_weight_zero_the_shared_model_is_fedbns(mask: Any, unequal: F
     assert same(part(ours.server, "net."), theirs.server)
     assert scores(seen) == scores(expected)
     first = FedPick().build(ours.info.arch, "plain", ours.info, ours.info.seed).state_dict()
-    for client, state in ours.states.items():
-        assert same(part(state, "net."), theirs.states[client] or {})
+    for client_id, state in ours.states.items():
+        assert same(part(state, "net."), theirs.states[client_id] or {})
         for name in ("mask.", "relevant.", "irrelevant."):
             assert same(part(state, name), part(first, name))
 
@@ -361,16 +361,16 @@ def test_shared_selection_is_the_mask_network_and_both_heads(head_layers: Any, u
 
 def test_ensembles(tiny: Federation) -> None:
     """Scores that are the heads' biases, for which sums of probabilities and of logits prefer different classes."""
-    me, x, _ = slot(tiny, FedPick())
-    me.model.eval()
+    client, x, _ = slot(tiny, FedPick())
+    client.model.eval()
     common, own = torch.full((2, 10), -50.0)
     common[:3], own[:3] = torch.tensor([0.0, 4.0, 2.0]), torch.tensor([3.9, 0.0, 2.5])
     with torch.no_grad():
-        for head, bias in ((me.model.net.head, common), (me.model.relevant, own)):
+        for head, bias in ((client.model.net.head, common), (client.model.relevant, own)):
             head[-1].weight.zero_()
             head[-1].bias.copy_(bias)
     added, logits, alone = (
-        FedPick(ensemble=kind).predict(me.model, x, no_draw) for kind in ("probabilities", "logits", "none")
+        FedPick(ensemble=kind).predict(client.model, x, no_draw) for kind in ("probabilities", "logits", "none")
     )
     torch.testing.assert_close(added.softmax(1)[0], (common.softmax(0) + own.softmax(0)) / 2)
     torch.testing.assert_close(logits[0], common + own)
@@ -378,9 +378,9 @@ def test_ensembles(tiny: Federation) -> None:
     assert [int(s[0].argmax()) for s in (added, logits, alone)] == [1, 2, 1]
     assert [int(s.argmax()) for s in (common, own)] == [1, 0]
     with torch.no_grad():
-        me.model.relevant[-1].bias[0] = 8.0  # now sure of class 0, which the global head alone does not see
-    assert FedPick().predict(me.model, x, no_draw).argmax(1).unique().tolist() == [0]
-    assert FedPick(ensemble="none").predict(me.model, x, no_draw).argmax(1).unique().tolist() == [1]
+        client.model.relevant[-1].bias[0] = 8.0  # now sure of class 0, which the global head alone does not see
+    assert FedPick().predict(client.model, x, no_draw).argmax(1).unique().tolist() == [0]
+    assert FedPick(ensemble="none").predict(client.model, x, no_draw).argmax(1).unique().tolist() == [1]
 
 
 # --- sizes and first weights -----------------------------------------------------------------------------------------
@@ -429,49 +429,49 @@ def test_parts_and_their_first_weights(layers: Any, tiny: Federation) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"mask": "soft", "threshold": 0.48}])
-def test_records_hold_the_selection_ratio_and_each_paths_accuracy(
+def test_records_hold_the_selection_ratio_and_the_accuracy_of_each_branch(
     settings: Any, tiny: Federation, tmp_path: Path
 ) -> None:
     run = fp.train(tiny, method=FedPick(**settings), rounds=2, out=tmp_path / "run")
     assert all(set(logs) == {"loss/train", "selected"} for logs in run.record.rounds[-1].logs.values())
     best = next(record for record in run.record.rounds if record.round == run.models.snapshot.round)
     ratios = []
-    for client, data in tiny.clients.items():
+    for client_id, data in tiny.clients.items():
         for record in run.record.rounds:
-            assert 0 < record.scores["received"]["test"][client].inside["selected"] < 1
-        kept = best.scores["received"]["test"][client]
-        model: Net = run.models[client].module.eval()
+            assert 0 < record.scores["received"]["test"][client_id].diagnostics["selected"] < 1
+        kept = best.scores["received"]["test"][client_id]
+        model: Net = run.models[client_id].module.eval()
         with torch.no_grad():
-            z = model.net.body(inputs(data.test.x, run.record.config))
+            z = model.net.body(model_inputs(data.test.x, run.record.config))
             soft = model.mask(z).sigmoid()
-            inside = (soft >= settings.get("threshold", 0.5)).float()
-            m = soft if settings else inside
-            paths = {
+            chosen = (soft >= settings.get("threshold", 0.5)).float()
+            m = soft if settings else chosen
+            branches = {
                 "global": model.net.head(z),
                 "relevant": model.relevant(z * m),
                 "irrelevant": model.irrelevant(z * (1 - m)),
             }
-        assert set(kept.inside) == {"selected"}
-        assert kept.inside["selected"] == pytest.approx(float(inside.mean()), abs=1e-6)
-        assert kept.paths == {name: int((s.argmax(1) == data.test.y).sum()) for name, s in paths.items()}
-        ratios.append(kept.inside["selected"])
+        assert set(kept.diagnostics) == {"selected"}
+        assert kept.diagnostics["selected"] == pytest.approx(float(chosen.mean()), abs=1e-6)
+        assert kept.branches == {name: int((s.argmax(1) == data.test.y).sum()) for name, s in branches.items()}
+        ratios.append(kept.diagnostics["selected"])
         # On demand: which features are picked of which image, so how often each is.
-        selected = run.models[client].examine(data.test.x)["selected"]
+        selected = run.models[client_id].diagnostics(data.test.x)["selected"]
         assert selected.shape == (len(data.test), 64)
-        assert torch.equal(torch.as_tensor(selected), inside)
+        assert torch.equal(torch.as_tensor(selected), chosen)
         frequency = selected.mean(0)
         assert frequency.shape == (64,)
-        assert float(frequency.mean()) == pytest.approx(kept.inside["selected"], abs=1e-6)
+        assert float(frequency.mean()) == pytest.approx(kept.diagnostics["selected"], abs=1e-6)
     assert len(set(ratios)) > 1
 
 
 def test_training_logs_the_selection_with_its_noise(tiny: Federation) -> None:
     """One batch, one step: the log is the share of what that step's mask let through."""
-    loop, seen = trained(FedPick(tau=2.0), tiny, seed=1, train={"rounds": 1, "batch": 64})
-    me, x, y = slot(tiny, FedPick(tau=2.0), seed=1)
+    loop, seen = trained(FedPick(tau=2.0), tiny, seed=1, train={"rounds": 1, "batch_size": 64})
+    client, x, y = slot(tiny, FedPick(tau=2.0), seed=1)
     (rows,) = batches(len(y), 64, "keep", 2, keys.generator(loop.info.seed, "batches", "", 0, "tinted", 0))
-    draw = Noise(CPU, loop.info.seed, "noise", 0, "tinted", "train", 0).at(0)
-    logits = me.model.mask(me.model.net.body(x[rows]))
+    draw = Noise(BESIDE, loop.info.seed, "noise", 0, "tinted", "train", 0).at(0)
+    logits = client.model.mask(client.model.net.body(x[rows]))
     one, two = (draw(name, *logits.shape) for name in ("plus", "minus"))
     kept, quiet = logits - (-one.log()).log() + (-two.log()).log() >= 0, logits >= 0
     share = seen.records[-1].logs["tinted"]["selected"]

@@ -16,21 +16,21 @@ from torch.nn.functional import cross_entropy, one_hot
 
 from fedprism import api
 from fedprism.config import Config, Named, dump, read, structure
-from fedprism.engines.client import Failure, Job, client_round, make_info, open_slot
-from fedprism.engines.events import RoundRecord, Snapshot
-from fedprism.engines.loop import Loop
-from fedprism.engines.passes import inputs
-from fedprism.engines.wire import size
 from fedprism.errors import ConfigError, FedprismError
 from fedprism.federation import Federation
-from fedprism.methods.base import Info, Me, Method, Net, State, Upload, load, no_draw
+from fedprism.methods.base import Client, Info, Method, Net, State, Upload, load, no_draw
 from fedprism.methods.fedsce import FedSCE, contributions
 from fedprism.methods.local import Local
 from fedprism.methods.subspaces import Subspace, overlap
 from fedprism.records import RunDirectory
-from tests.helpers import Collect, loop_for, same
+from fedprism.round.client import Job, client_round, make_info, open_slot
+from fedprism.round.engine import Failure
+from fedprism.round.events import RoundRecord, Snapshot
+from fedprism.round.loop import Loop
+from fedprism.round.training import model_inputs
+from fedprism.store.serialize import size
+from tests.harness import RUN, Collect, killed, loop_for, same
 from tests.reference.fedsce import updated
-from tests.test_resume import RUN, killed
 
 MLP = {"name": "mlp", "hidden": [24, 16]}
 SMALL = {"name": "mlp", "hidden": [8]}
@@ -41,7 +41,7 @@ AUX = ("lsl", "ce")  # `without` of a run of which only the auxiliary model matt
 
 
 def config_of(**sections: Any) -> Config:
-    train = {"rounds": 3, "batch": 16, **sections.pop("train", {})}
+    train = {"rounds": 3, "batch_size": 16, **sections.pop("train", {})}
     evaluate = {"splits": ["test"], "moments": ["received", "trained"], **sections.pop("evaluate", {})}
     return structure({"model": MLP, "train": train, "evaluate": evaluate, **sections}, Config)
 
@@ -54,27 +54,27 @@ class Trained:
 
     @property
     def states(self) -> dict[str, State]:
-        return {client: state for client, state in self.loop.states.items() if state is not None}
+        return {client_id: state for client_id, state in self.loop.states.items() if state is not None}
 
     def scores(self) -> list[tuple[int, float]]:
         """Every client's right answers and loss at every evaluation."""
         moments = [moment for record in self.records for moment in record.scores.values()]
         return [(score.correct, score.loss) for splits in moments for score in splits["test"].values()]
 
-    def before(self, round: int, client: str) -> State:
+    def before(self, round: int, client_id: str) -> State:
         """A client's state as it was at the start of a round (counted from 1), before it received anything."""
-        state = self.snapshots[round - 1].clients[client]
-        return state or built(self.loop.method, client, self.loop.info).state_dict()
+        state = self.snapshots[round - 1].clients[client_id]
+        return state or built(self.loop.method, client_id, self.loop.info).state_dict()
 
-    def after(self, round: int, client: str) -> State:
-        state = self.snapshots[round].clients[client]
+    def after(self, round: int, client_id: str) -> State:
+        state = self.snapshots[round].clients[client_id]
         assert state is not None
         return state
 
     def took_part(self) -> Iterator[tuple[int, str]]:
         for record in self.records[1:]:
-            for client in record.cohort:
-                yield record.round, client
+            for client_id in record.cohort:
+                yield record.round, client_id
 
 
 def train(method: Method, federation: Federation, **sections: Any) -> Trained:
@@ -83,8 +83,8 @@ def train(method: Method, federation: Federation, **sections: Any) -> Trained:
     return Trained(loop, seen.records, seen.snapshots)
 
 
-def built(method: Method, client: str | None, info: Info) -> Net:
-    return method.build(info.arch if client is None else info.archs[client], client, info, info.seed)
+def built(method: Method, client_id: str | None, info: Info) -> Net:
+    return method.build(info.arch if client_id is None else info.archs[client_id], client_id, info, info.seed)
 
 
 def under(state: Mapping[str, Tensor], part: str) -> State:
@@ -112,12 +112,12 @@ def last_layers(model: nn.Module, p: int) -> list[str]:
     return [name for names in [own for own in layers if own][-p:] for name in names]
 
 
-def moved(run: Trained, round: int, client: str) -> Tensor:
+def moved(run: Trained, round: int, client_id: str) -> Tensor:
     """A round's update of the last p layers, in double precision."""
     method = run.loop.method
     assert isinstance(method, FedSCE)
-    names = last_layers(built(method, client, run.loop.info).local, method.p)
-    one, other = (under(s, "local") for s in (run.after(round, client), run.before(round, client)))
+    names = last_layers(built(method, client_id, run.loop.info).local, method.p)
+    one, other = (under(s, "local") for s in (run.after(round, client_id), run.before(round, client_id)))
     return torch.cat([(one[name].double() - other[name].double()).flatten() for name in names])
 
 
@@ -155,13 +155,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_without_subspace_and_auxiliary_it_is_local(method: FedSCE, settings: str, unequal: Federation) -> None:
     run, local = (train(each, unequal, **SETTINGS[settings]) for each in (method, Local()))
     assert run.states.keys() == local.states.keys()
-    for client, state in run.states.items():
-        assert same(under(state, "local"), local.states[client])
+    for client_id, state in run.states.items():
+        assert same(under(state, "local"), local.states[client_id])
     assert run.scores() == local.scores()
     for record, other in zip(run.records, local.records, strict=True):
         assert (record.cohort, record.failed) == (other.cohort, other.failed)
-        for client, logs in other.logs.items():
-            assert logs.items() <= record.logs[client].items()
+        for client_id, logs in other.logs.items():
+            assert logs.items() <= record.logs[client_id].items()
 
 
 @pytest.mark.parametrize("without", [("dml",), ("dml", "ce"), ("lsl", "dml"), ("lsl", "dml", "ce")])
@@ -173,26 +173,26 @@ def test_without_the_auxiliary_model_nothing_travels(without: Any, tiny: Federat
         for logs in record.logs.values():
             assert ("subspace/used" in logs) == ("lsl" not in without)
             assert not {"weight", "distance/parameters", "distance/features"} & logs.keys()
-        assert all(not score.paths for score in record.scores["received"]["test"].values())
+        assert all(not score.branches for score in record.scores["received"]["test"].values())
 
 
 def test_mu_zero_is_without_lsl(tiny: Federation) -> None:
-    """The subspace turns, but nobody is held to it."""
+    """The subspace turns, but binds nobody."""
     one, other = (train(method, tiny) for method in (FedSCE(mu=0.0), FedSCE(without=("lsl",))))
     assert same(one.loop.server, other.loop.server)
-    for client, state in other.states.items():
+    for client_id, state in other.states.items():
         assert not any(name.startswith("space.") for name in state)
-        assert same({name: one.states[client][name] for name in state}, state)
-    held = train(FedSCE(), tiny)
-    assert not same(held.loop.server, other.loop.server)
+        assert same({name: one.states[client_id][name] for name in state}, state)
+    bound = train(FedSCE(), tiny)
+    assert not same(bound.loop.server, other.loop.server)
 
 
 def test_equal_models_have_nothing_to_teach_each_other(tiny: Federation) -> None:
     """Of one architecture, local and auxiliary model start equal and go the same way until others come in."""
     run, local = train(FedSCE(without=("lsl",)), tiny, train={"rounds": 1}), train(Local(), tiny, train={"rounds": 1})
-    for client, state in run.states.items():
+    for client_id, state in run.states.items():
         assert same(under(state, "local"), under(state, "aux"))
-        assert_near(under(state, "local"), local.states[client])
+        assert_near(under(state, "local"), local.states[client_id])
     later = train(FedSCE(without=("lsl",)), tiny, train={"rounds": 2})
     assert not any(same(under(state, "local"), under(state, "aux")) for state in later.states.values())
 
@@ -318,13 +318,13 @@ def test_extreme_scores_stay_finite(kl_weight: Any, attached: bool, scores: str)
 @dataclass(frozen=True)
 class Slot:
     method: FedSCE
-    me: Me
+    client: Client
     x: Tensor
     y: Tensor
 
     def gradients(self) -> State:
-        names, parameters = zip(*self.me.model.named_parameters(), strict=True)
-        found = torch.autograd.grad(self.method.loss(self.me, self.x, self.y), parameters)
+        names, parameters = zip(*self.client.model.named_parameters(), strict=True)
+        found = torch.autograd.grad(self.method.loss(self.client, self.x, self.y), parameters)
         return dict(zip(names, found, strict=True))
 
 
@@ -334,27 +334,27 @@ def slot_of(method: FedSCE, federation: Federation, model: Any = MLP, shift: flo
     info = make_info(config, federation.names, federation.classes, federation.shape)
     data = federation.clients["tinted"]
     job = Job(method, config, info, data, 0)
-    me, now = open_slot(job), replace(loop_for(method, config, federation).now(0), data=data)
-    method.start(me, now)
+    client, ctx = open_slot(job), loop_for(method, config, federation).context(0).replace(data=data)
+    method.start(client, ctx)
     rng = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        for parameter in me.model.parameters():
+        for parameter in client.model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=rng), alpha=shift)
-    me.model.eval()
-    return Slot(method, me, inputs(data.train.x[:12], config), data.train.y[:12])
+    client.model.eval()
+    return Slot(method, client, model_inputs(data.train.x[:12], config), data.train.y[:12])
 
 
 @pytest.mark.parametrize("model", [MLP, {"name": "lenet-bn"}], ids=lambda m: m["name"])
 @pytest.mark.parametrize("p", [1, 2, 4, 5, 50])
 def test_subspace_term_pulls_the_last_layers_alone(p: int, model: Any, tiny: Federation) -> None:
     """Its gradient is 2 mu (d - P P^T d) on the last p layers, norm layers counted, and nothing elsewhere."""
-    held, free = (slot_of(FedSCE(p=p, mu=mu), tiny, model, shift=0.05) for mu in (3.0, 0.0))
-    with_it, without_it = held.gradients(), free.gradients()
-    first = built(held.method, "tinted", held.me.info)
+    bound, free = (slot_of(FedSCE(p=p, mu=mu), tiny, model, shift=0.05) for mu in (3.0, 0.0))
+    with_it, without_it = bound.gradients(), free.gradients()
+    first = built(bound.method, "tinted", bound.client.info)
     names = last_layers(first.local, p)
     assert len(names) == len(set(names)) == min(2 * p, len(list(first.local.parameters())))
     d = torch.cat(
-        [(held.me.model.local.get_parameter(n) - first.local.get_parameter(n)).flatten() for n in names]
+        [(bound.client.model.local.get_parameter(n) - first.local.get_parameter(n)).flatten() for n in names]
     ).detach()
     basis = first.space["basis"]
     assert basis.shape == (len(d), 3)
@@ -382,9 +382,9 @@ def test_layers_are_counted_from_the_output(tiny: Federation) -> None:
 
 @pytest.mark.parametrize("attached", [False, True])
 def test_who_learns_from_whom(attached: bool, tiny: Federation) -> None:
-    """The gradient of each model against that of its own loss of Eq. 10, the other model held fixed."""
+    """The gradient of each model against that of its own loss of Eq. 10, the other model fixed."""
     slot = slot_of(FedSCE(detach_target=not attached, without=AUX), tiny, shift=0.05)
-    model, gradients = slot.me.model, slot.gradients()
+    model, gradients = slot.client.model, slot.gradients()
     for mine, other in (("local", "aux"), ("aux", "local")):
         student, teacher = model.get_submodule(mine), model.get_submodule(other)
         with torch.no_grad():
@@ -512,10 +512,10 @@ def test_updates_that_say_nothing_new(delta: str) -> None:
     assert overlap(space["basis"], before).item() == pytest.approx(3, abs=1e-5)
     assert_orthonormal(space["basis"])
     assert space.share(within).item() == pytest.approx(1, abs=1e-6)
-    held = {name: tensor.clone() for name, tensor in space.tensors().items()}
+    kept = {name: tensor.clone() for name, tensor in space.tensors().items()}
     for bad in (math.nan, math.inf):
         space.turn(torch.full((200,), bad))
-        assert same(space.tensors(), held)
+        assert same(space.tensors(), kept)
 
 
 @pytest.mark.parametrize("delta", DELTAS)
@@ -569,9 +569,9 @@ def test_more_dimensions_than_numbers_are_refused(tiny: Federation) -> None:
 def test_every_client_has_a_random_subspace_of_its_own(tiny: Federation) -> None:
     info = loop_for(FedSCE(), config_of(), tiny).info
     for method in (FedSCE(), FedSCE(delta=KEEP)):
-        bases = [built(method, client, info).space["basis"] for client in info.clients]
-        again = [built(method, client, info).space["basis"] for client in info.clients]
-        other = [built(method, client, replace(info, seed=1)).space["basis"] for client in info.clients]
+        bases = [built(method, client_id, info).space["basis"] for client_id in info.clients]
+        again = [built(method, client_id, info).space["basis"] for client_id in info.clients]
+        other = [built(method, client_id, replace(info, seed=1)).space["basis"] for client_id in info.clients]
         assert all(torch.equal(a, b) for a, b in zip(bases, again, strict=True))
         for basis in bases:
             assert_orthonormal(basis)
@@ -581,9 +581,9 @@ def test_every_client_has_a_random_subspace_of_its_own(tiny: Federation) -> None
 @pytest.mark.parametrize("s", [1, 3])
 def test_subspaces_turn_every_s_rounds(s: int, tiny: Federation) -> None:
     run = train(FedSCE(s=s, delta="normalised"), tiny, train={"rounds": 5}, evaluate={"every": 5})
-    for client in tiny.names:
+    for client_id in tiny.names:
         turned = [
-            not torch.equal(run.before(r, client)["space.basis"], run.after(r, client)["space.basis"])
+            not torch.equal(run.before(r, client_id)["space.basis"], run.after(r, client_id)["space.basis"])
             for r in range(1, 6)
         ]
         assert turned == [r % s == 0 for r in range(5)]
@@ -591,18 +591,17 @@ def test_subspaces_turn_every_s_rounds(s: int, tiny: Federation) -> None:
 
 def test_a_client_that_is_away_does_not_turn(plain: Trained) -> None:
     for record in plain.records[1:]:
-        for client in set(plain.loop.info.clients) - set(record.cohort):
-            assert same(
-                plain.snapshots[record.round].clients[client], plain.snapshots[record.round - 1].clients[client]
-            )
+        for client_id in set(plain.loop.info.clients) - set(record.cohort):
+            before, after = (plain.snapshots[r].clients[client_id] for r in (record.round - 1, record.round))
+            assert same(before, after)
 
 
 @pytest.mark.parametrize("delta", DELTAS)
 def test_a_diverged_client_fails_and_does_not_raise(delta: Any, tiny: Federation) -> None:
     method, config = FedSCE(delta=delta), config_of(train={"optimizer": {"lr": 1e25}})
     loop = loop_for(method, config, tiny)
-    request = loop._request("plain", loop.now(0))
-    answer = client_round(Job(method, config, loop.info, tiny.clients["plain"], 0), request.state, request.down)
+    request = loop.requests(["plain"], loop.context(0))["plain"]
+    answer = client_round(Job(method, config, loop.info, tiny.clients["plain"], 0), request.state, request.download)
     assert isinstance(answer, Failure)
     assert answer.non_finite
     assert "not finite" in answer.reason
@@ -637,33 +636,33 @@ def test_weights_at_the_edges(distances: list[list[float]], expected: list[float
 def test_aggregate_takes_any_subset(plain: Trained) -> None:
     loop = plain.loop
     uploads = []
-    for place, client in enumerate(loop.info.clients):
+    for place, client_id in enumerate(loop.info.clients):
         aux = {name: torch.full_like(t, place + 1.0) for name, t in loop.server.items()}
         far = {"distance/parameters": torch.tensor(place + 1.0), "distance/features": torch.tensor(2.0 - place)}
-        uploads.append(Upload(client, 10, {**aux, **far}))
+        uploads.append(Upload(client_id, 10, {**aux, **far}))
     for count in (1, 2, 3):
         for some in combinations(range(3), count):
             f1, f2 = sum(i + 1 for i in some), sum(2 - i for i in some)
             shares = [((i + 1) / f1 + (2 - i) / f2) / 2 if f2 else ((i + 1) / f1 + 1 / count) / 2 for i in some]
-            before, now = {n: t.clone() for n, t in loop.server.items()}, loop.now(1)
-            mean = loop.method.aggregate(loop.server, [uploads[i] for i in some], now)
+            before, ctx = {n: t.clone() for n, t in loop.server.items()}, loop.context(1)
+            mean = loop.method.aggregate(loop.server, [uploads[i] for i in some], ctx)
             assert same(before, loop.server)
             assert mean.keys() == loop.server.keys()
             value = sum(share * (i + 1) for share, i in zip(shares, some, strict=True))
             assert mean["aux.head.fc2.weight"].mean().item() == pytest.approx(value, rel=1e-5)
-            logged = {client: values["weight"] for client, values in now.logs.items()}
+            logged = {client_id: values["weight"] for client_id, values in ctx.logs.items()}
             assert logged == pytest.approx({loop.info.clients[i]: s for i, s in zip(some, shares, strict=True)})
 
 
 def test_logged_weights_are_those_of_the_average(plain: Trained) -> None:
     for record in plain.records[1:]:
-        weights = {client: logs["weight"] for client, logs in record.logs.items()}
+        weights = {client_id: logs["weight"] for client_id, logs in record.logs.items()}
         assert set(weights) == set(record.cohort)
         assert sum(weights.values()) == pytest.approx(1, abs=1e-9)
         far = [[record.logs[c][f"distance/{of}"] for of in ("parameters", "features")] for c in record.cohort]
         shares = [sum(f / sum(column) for f, column in zip(row, zip(*far, strict=True), strict=True)) for row in far]
         assert list(weights.values()) == pytest.approx([share / 2 for share in shares], rel=1e-5)
-        auxiliaries = [under(plain.after(record.round, client), "aux") for client in record.cohort]
+        auxiliaries = [under(plain.after(record.round, client_id), "aux") for client_id in record.cohort]
         expected = weighted(auxiliaries, list(weights.values()))
         assert_near(under(plain.snapshots[record.round].server, "aux"), expected)
         assert len(set(weights.values())) == 2
@@ -673,15 +672,15 @@ def test_logged_weights_are_those_of_the_average(plain: Trained) -> None:
 def test_distances_by_hand(plain: Trained) -> None:
     """From what was sent and what came back; F2 over all training images, also of batches that were dropped."""
     info, config = plain.loop.info, plain.loop.config
-    for round, client in plain.took_part():
+    for round, client_id in plain.took_part():
         one, other = info.arch.model(0), info.arch.model(0)
         load(one, under(plain.snapshots[round - 1].server, "aux"))
-        load(other, under(plain.after(round, client), "aux"))
+        load(other, under(plain.after(round, client_id), "aux"))
         pairs = zip(one.parameters(), other.parameters(), strict=True)
         f1 = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
-        x = inputs(plain.loop.federation.clients[client].train.x, config)
+        x = model_inputs(plain.loop.federation.clients[client_id].train.x, config)
         f2 = sum(float((one.eval().body(i[None]) - other.eval().body(i[None])).square().sum()) for i in x)
-        logs = plain.records[round].logs[client]
+        logs = plain.records[round].logs[client_id]
         assert logs["distance/parameters"] == pytest.approx(math.sqrt(f1), rel=1e-4)
         assert logs["distance/features"] == pytest.approx(math.sqrt(f2), rel=1e-3)
 
@@ -692,11 +691,11 @@ def test_distances_by_hand(plain: Trained) -> None:
 @pytest.mark.parametrize("settings", [{}, {"delta": "normalised", "s": 2}, {"delta": KEEP, "p": 2, "mu": 0.1}])
 def test_shares_of_the_update_by_hand(settings: dict[str, Any], tiny: Federation) -> None:
     run = train(structure(settings, FedSCE, "method"), tiny, train={"optimizer": {"lr": 0.1}})
-    for round, client in run.took_part():
-        d = moved(run, round, client)
-        logs = run.records[round].logs[client]
+    for round, client_id in run.took_part():
+        d = moved(run, round, client_id)
+        logs = run.records[round].logs[client_id]
         assert logs["update"] == pytest.approx(d.norm().item(), rel=1e-4)
-        for name, state in (("used", run.before(round, client)), ("next", run.after(round, client))):
+        for name, state in (("used", run.before(round, client_id)), ("next", run.after(round, client_id))):
             share = (state["space.basis"].double().T @ d).norm() / d.norm()
             assert logs[f"subspace/{name}"] == pytest.approx(share.item() ** 2, rel=2e-3, abs=1e-7)
         if settings.get("s") == 2 and round == 2:
@@ -708,8 +707,8 @@ def test_shares_of_the_update_by_hand(settings: dict[str, Any], tiny: Federation
 def test_constraint_draws_updates_into_the_subspace(tiny: Federation) -> None:
     """What the method is for: from the same start, the larger mu, the less of an update is outside."""
     runs = [train(FedSCE(mu=mu, without=("dml",)), tiny, train={"rounds": 1, "epochs": 3}) for mu in (0.0, 1.0, 5.0)]
-    for client in tiny.names:
-        logs = [run.records[1].logs[client] for run in runs]
+    for client_id in tiny.names:
+        logs = [run.records[1].logs[client_id] for run in runs]
         assert logs[0]["subspace/used"] < logs[1]["subspace/used"] < logs[2]["subspace/used"]
         outside = [each["update"] * math.sqrt(1 - each["subspace/used"]) for each in logs]
         assert outside[0] > 1.3 * outside[1] > 1.7 * outside[2]
@@ -720,26 +719,26 @@ def test_accuracy_of_the_auxiliary_model_by_hand(plain: Trained) -> None:
     seen = 0
     for record in plain.records:
         for moment, splits in record.scores.items():
-            for client, score in splits["test"].items():
-                data = plain.loop.federation.clients[client]
-                x, y = inputs(data.test.x, plain.loop.config), data.test.y
+            for client_id, score in splits["test"].items():
+                data = plain.loop.federation.clients[client_id]
+                x, y = model_inputs(data.test.x, plain.loop.config), data.test.y
                 trained = moment == "trained"
-                holder = plain.after(record.round, client) if trained else plain.snapshots[record.round].server
-                own = plain.snapshots[record.round].clients[client]
-                for part, state, right in (("aux", holder, score.paths["auxiliary"]), ("local", own, score.correct)):
+                holder = plain.after(record.round, client_id) if trained else plain.snapshots[record.round].server
+                own = plain.snapshots[record.round].clients[client_id]
+                for part, state, right in (("aux", holder, score.branches["auxiliary"]), ("local", own, score.correct)):
                     if state is None:  # has never trained
                         continue
                     model = plain.loop.info.arch.model(0)
                     load(model, under(state, part))
                     assert right == int((model.eval()(x).argmax(1) == y).sum())
-                assert set(score.paths) == {"auxiliary"}
-                seen += score.paths["auxiliary"] != score.correct
+                assert set(score.branches) == {"auxiliary"}
+                seen += score.branches["auxiliary"] != score.correct
     assert seen  # they are not the same thing
 
 
 def test_prediction_is_the_local_model_alone(tiny: Federation) -> None:
     slot = slot_of(FedSCE(), tiny, shift=0.1)
-    model = slot.me.model
+    model = slot.client.model
     with torch.no_grad():
         scores = slot.method.predict(model, slot.x, no_draw)
         assert torch.equal(scores, model.local(slot.x))
@@ -761,19 +760,18 @@ def mixed(unequal: Federation) -> Trained:
 
 def test_mixed_clients_share_the_smallest_architecture(mixed: Trained) -> None:
     info = mixed.loop.info
-    counts = {client: sum(p.numel() for p in arch.model(0).parameters()) for client, arch in info.archs.items()}
+    counts = {c: sum(p.numel() for p in arch.model(0).parameters()) for c, arch in info.archs.items()}
     assert len(set(counts.values())) == 3
-    smallest = info.archs[min(counts, key=lambda client: counts[client])]
+    smallest = info.archs[min(counts, key=lambda c: counts[c])]
     names = smallest.model(0).state_dict()
     assert {n: t.shape for n, t in under(mixed.loop.server, "aux").items()} == {n: t.shape for n, t in names.items()}
     assert len(mixed.states) == 3
-    for client, state in mixed.states.items():
-        own = info.archs[client].model(0).state_dict()
+    for client_id, state in mixed.states.items():
+        own = info.archs[client_id].model(0).state_dict()
         assert {n: t.shape for n, t in under(state, "local").items()} == {n: t.shape for n, t in own.items()}
         assert under(state, "aux").keys() == names.keys()
-        assert len(moved(mixed, next(r for r, c in mixed.took_part() if c == client), client)) == len(
-            state["space.basis"]
-        )
+        first = next(r for r, c in mixed.took_part() if c == client_id)
+        assert len(moved(mixed, first, client_id)) == len(state["space.basis"])
     assert len({len(state["space.basis"]) for state in mixed.states.values()}) == 3
     for record in mixed.records[1:]:
         assert set(record.down.values()) == {size(mixed.loop.server)}
@@ -790,10 +788,10 @@ def test_mixed_clients_learn_from_each_other(mixed: Trained, unequal: Federation
         train={"rounds": 4},
         server={"lr": 1e-9},
     )
-    again = {client for client in mixed.states if [c for _, c in mixed.took_part()].count(client) > 1}
+    again = {client_id for client_id in mixed.states if [c for _, c in mixed.took_part()].count(client_id) > 1}
     assert again
-    for client in again:
-        ours, theirs = under(mixed.states[client], "local"), under(alone.states[client], "local")
+    for client_id in again:
+        ours, theirs = under(mixed.states[client_id], "local"), under(alone.states[client_id], "local")
         assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) > 1e-3
 
 
@@ -803,12 +801,13 @@ def test_mixed_run_goes_on_bit_by_bit(mixed: Trained, unequal: Federation) -> No
         loop, seen = loop_for(mixed.loop.method, mixed.loop.config, unequal), Collect()
         assert loop.run([seen], mixed.snapshots[round]) == "finished"
         assert same(loop.server, mixed.loop.server)
-        for client, state in mixed.loop.states.items():
-            assert same(loop.states[client], state)
+        for client_id, state in mixed.loop.states.items():
+            assert same(loop.states[client_id], state)
             assert state is None or {"space.basis", "space.values"} <= state.keys()
         assert [record.logs for record in seen.records] == [record.logs for record in mixed.records[round + 1 :]]
 
 
+@pytest.mark.slow
 def test_mixed_run_killed_and_resumed_is_the_straight_run(tmp_path: Path) -> None:
     raw = {
         "method": {"name": "fedsce", "delta": KEEP},
@@ -830,10 +829,10 @@ def test_mixed_run_killed_and_resumed_is_the_straight_run(tmp_path: Path) -> Non
         assert one is not None
         assert other is not None
         assert same(one.server, other.server)
-        for client, state in one.clients.items():
+        for client_id, state in one.clients.items():
             assert state is not None
             assert state["space.values"].any()
-            assert same(state, other.clients[client])
+            assert same(state, other.clients[client_id])
 
 
 def aux_of(auxiliary: Any, federation: Federation, model: Any = None) -> Net:

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 
 from fedprism.config import Config, structure
-from fedprism.engines.client import Job, client_evaluate, make_info, make_now, open_slot, take
-from fedprism.engines.loop import Loop
-from fedprism.engines.passes import learning_rate, run_pass
 from fedprism.federation import Federation
 from fedprism.methods import METHODS
 from fedprism.methods.base import Method, State
 from fedprism.methods.fedavg import FedAvg
 from fedprism.methods.finetune import FineTune
-from tests.helpers import Collect, loop_for, same
+from fedprism.round.client import Job, client_evaluate
+from fedprism.round.loop import Loop
+from fedprism.schedules import learning_rate
+from tests.harness import Collect, changed, loop_for, same, tuned
 
 ROUNDS = 2
 BOTH = ("received", "adapted")
 
 
 def config_of(**sections: Any) -> Config:
-    train = {"rounds": ROUNDS, "batch": 16, **sections.pop("train", {})}
+    train = {"rounds": ROUNDS, "batch_size": 16, **sections.pop("train", {})}
     return structure({"train": train, "evaluate": {"splits": ["test"], "moments": BOTH}, **sections}, Config)
 
 
@@ -32,23 +31,6 @@ def trained(method: Method, federation: Federation, **sections: Any) -> tuple[Lo
     loop, seen = loop_for(method, config_of(**sections), federation), Collect()
     assert loop.run([seen]) == "finished"
     return loop, seen
-
-
-def tuned(method: Method, federation: Federation, **sections: Any) -> tuple[State, State]:
-    """The first model of a client before and after its adaptation, as if all rounds were over."""
-    config, client = config_of(**sections), "tinted"
-    info = make_info(config, federation.names, federation.classes, federation.shape)
-    job = Job(method, config, info, federation.clients[client], config.train.rounds)
-    me = open_slot(job)
-    now, before = make_now(method, config, info, me.model, job.round, client, data=job.data), take(me.model)
-    for each in method.adapt(me, now):
-        for _ in run_pass(me, each, now, config):
-            pass
-    return before, take(me.model)
-
-
-def changed(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> set[str]:
-    return {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
 
 
 def near(a: State, b: State) -> bool:
@@ -61,7 +43,7 @@ def test_it_trains_as_fedavg_however_it_is_tuned(tiny: Federation) -> None:
     for method in (FineTune(epochs=0), FineTune(lr=0.1)):
         loop, seen = trained(method, tiny)
         assert same(loop.server, average.server)
-        assert all(same(state, average.states[client]) for client, state in loop.states.items())
+        assert all(same(state, average.states[client_id]) for client_id, state in loop.states.items())
         for record, other in zip(seen.records, plain.records, strict=True):
             assert record.scores["received"] == other.scores["received"]
             assert (record.scores["adapted"] == record.scores["received"]) == (method.epochs == 0)
@@ -72,7 +54,7 @@ def test_it_trains_as_fedavg_however_it_is_tuned(tiny: Federation) -> None:
 def test_only_what_is_tuned_moves(tunes: str, tiny: Federation) -> None:
     """Batch norm's statistics, too: in a part that is not tuned they stay."""
     model = {"name": "lenet-bn", "head_layers": 2}  # batch norm in both parts
-    before, after = tuned(FineTune(tunes=tunes), tiny, model=model)  # type: ignore[arg-type]
+    before, after = tuned(FineTune(tunes=tunes), tiny, config_of(model=model))  # type: ignore[arg-type]
     moved = changed(before, after)
     part = {name for name in before if tunes == "all" or name.startswith(f"{tunes}.")}
     assert moved <= part
@@ -89,24 +71,26 @@ def test_the_schedule_does_not_slow_it_down(tiny: Federation) -> None:
     cosine = {"rounds": 40, "schedule": "cosine"}
     full = config_of().train.optimizer.lr
     assert learning_rate(config_of(train=cosine).train, 40) < 0.01 * full
-    _, slowed = tuned(FineTune(), tiny, train=cosine)
-    before, after = tuned(FineTune(), tiny, train={"rounds": 40})
+    _, slowed = tuned(FineTune(), tiny, config_of(train=cosine))
+    before, after = tuned(FineTune(), tiny, config_of(train={"rounds": 40}))
     assert same(slowed, after)
     assert changed(before, after)
 
 
 def test_the_rate_is_a_tenth_unless_it_is_said(tiny: Federation) -> None:
-    _, tenth = tuned(FineTune(), tiny)
-    assert near(tenth, tuned(FineTune(lr=0.005), tiny)[1])
-    assert not near(tenth, tuned(FineTune(lr=0.05), tiny)[1])
-    assert near(tuned(FineTune(), tiny, train={"optimizer": {"lr": 0.5}})[1], tuned(FineTune(lr=0.05), tiny)[1])
+    large = {"optimizer": {"lr": 0.5}}
+    _, tenth = tuned(FineTune(), tiny, config_of())
+    assert near(tenth, tuned(FineTune(lr=0.005), tiny, config_of())[1])
+    assert not near(tenth, tuned(FineTune(lr=0.05), tiny, config_of())[1])
+    _, tenth_of_large = tuned(FineTune(), tiny, config_of(train=large))
+    assert near(tenth_of_large, tuned(FineTune(lr=0.05), tiny, config_of())[1])
 
 
 def test_a_stranger_is_tuned_as_everybody_is(tiny: Federation) -> None:
     """What it has kept does not matter, because all of the model is received."""
     loop, _ = trained(FineTune(), tiny)
     job = Job(loop.method, loop.config, loop.info, tiny.clients["tinted"], ROUNDS)
-    down = loop.method.send(loop.server, None, loop.now(ROUNDS))
-    scores = client_evaluate(job, None, down)
+    download = loop.method.send(loop.server, None, loop.context(ROUNDS))
+    scores = client_evaluate(job, None, download)
     assert scores["adapted"]["test"].loss < scores["received"]["test"].loss
-    assert scores == client_evaluate(job, loop.states["tinted"], down)
+    assert scores == client_evaluate(job, loop.states["tinted"], download)

@@ -12,12 +12,14 @@ from fedprism import api, keys
 from fedprism.bench.race import Engined, largest_difference
 from fedprism.bench.workloads import WORKLOADS, configure, make_clients
 from fedprism.config import Config, structure
-from fedprism.engines import cuda_graphs
-from fedprism.engines.client import not_finite
+from fedprism.engines.cuda import engine as cuda_engine
+from fedprism.engines.cuda.rounds import finite_probe
 from fedprism.methods import METHODS
+from fedprism.methods.states import not_finite
 from fedprism.methods.subspaces import Subspace, overlap
 from fedprism.models.conv import Conv2d
-from tests.test_replay import PARTS, compiled_and_plain
+from fedprism.round.events import Callback, Snapshot
+from tests.harness import PARTS_OF_TENSORS, compiled_and_plain
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 RAW = {
@@ -28,8 +30,8 @@ RAW = {
 }
 
 
-class Stop(api.Callback):
-    def round(self, record: object, snapshot: api.Snapshot) -> None:
+class Stop(Callback):
+    def round(self, record: object, snapshot: Snapshot) -> None:
         if snapshot.round == 2:
             raise KeyboardInterrupt
 
@@ -67,7 +69,7 @@ def with_run(raw: dict[str, Any], **run: Any) -> dict[str, Any]:
 
 
 FIVE = {"partition": {"name": "domain", "clients": 5}, "fraction": 0.3}  # 32 images each
-TWO_EPOCHS = {"rounds": 3, "epochs": 2, "batch": 12}  # the last batch is a smaller one
+TWO_EPOCHS = {"rounds": 3, "epochs": 2, "batch_size": 12}  # the last batch is a smaller one
 
 
 @pytest.mark.parametrize("method", list(METHODS))
@@ -106,13 +108,13 @@ def test_states_and_data_that_do_not_fit_are_fetched_from_the_host(
 ) -> None:
     raw = {**RAW, "method": "fedbn", "train": TWO_EPOCHS, "data": FIVE, "clients": {"participation": 0.5}}
     expected = metrics(with_run(raw, engine="cuda-graphs"), tmp_path / "fits")
-    monkeypatch.setattr(cuda_graphs, "SHARE", 0.0)
+    monkeypatch.setattr(cuda_engine, "SHARE", 0.0)
     assert metrics(with_run(raw, engine="cuda-graphs"), tmp_path / "does not fit") == expected
 
 
 def test_out_of_memory_lowers_the_number_of_slots(tmp_path: Path) -> None:
     data = {**FIVE, "image_size": 64}
-    raw = {**RAW, "model": "alexnet-bn", "method": "fedbn", "train": {"rounds": 1, "batch": 64}, "data": data}
+    raw = {**RAW, "model": "alexnet-bn", "method": "fedbn", "train": {"rounds": 1, "batch_size": 64}, "data": data}
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     expected = losses(with_run(raw, engine="cuda-graphs", slots=1), tmp_path / "one")
@@ -143,7 +145,7 @@ def test_out_of_memory_lowers_the_number_of_slots(tmp_path: Path) -> None:
 def test_compiled_steps_follow_the_captured_ones(
     change: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    raw = {**RAW, "data": FIVE, "train": {"rounds": 2, "batch": 16}, **change}
+    raw = {**RAW, "data": FIVE, "train": {"rounds": 2, "batch_size": 16}, **change}
     raw["run"] = {**RAW["run"], **change.get("run", {})}
     captured, compiled = (losses(with_run(raw, compile=each), tmp_path / str(each)) for each in (False, True))
     assert "(compiled)" not in caplog.text  # with the reason, if it could not be compiled
@@ -155,7 +157,7 @@ def test_compiled_steps_with_windows_that_overlap(tmp_path: Path, caplog: pytest
 
     On a CPU, two memory formats take them 6e-4 apart at most; after two rounds at the default rate it is a tenth.
     """
-    train = {"rounds": 1, "batch": 16, "optimizer": {"lr": 0.02}}
+    train = {"rounds": 1, "batch_size": 16, "optimizer": {"lr": 0.02}}
     data, model = {**FIVE, "image_size": 64}, "alexnet-bn"
     raw = with_run({**RAW, "method": "fedbn", "model": model, "data": data, "train": train}, precision="fp32")
     captured, compiled = (
@@ -163,11 +165,11 @@ def test_compiled_steps_with_windows_that_overlap(tmp_path: Path, caplog: pytest
         for each in (False, True)
     )
     assert "(compiled)" not in caplog.text
-    for client, logs in captured.logs.items():
-        assert logs["loss/train"] == pytest.approx(compiled.logs[client]["loss/train"], rel=0.01)
+    for client_id, logs in captured.logs.items():
+        assert logs["loss/train"] == pytest.approx(compiled.logs[client_id]["loss/train"], rel=0.01)
 
 
-@pytest.mark.parametrize("part", PARTS.values(), ids=list(PARTS))
+@pytest.mark.parametrize("part", PARTS_OF_TENSORS.values(), ids=list(PARTS_OF_TENSORS))
 def test_the_compiler_reads_parts_of_something_larger(part: Any) -> None:
     torch.testing.assert_close(*compiled_and_plain(part, torch.device("cuda")), rtol=1e-2, atol=1e-2)  # TF32
 
@@ -178,6 +180,7 @@ def test_what_is_not_finite_is_found(bad: float) -> None:
     state["b"][69_999] = bad
     assert not_finite(state) == "b"
     assert not_finite({"a": state["a"]}) is None
+    assert finite_probe(list(state.values())).isfinite().tolist() == [True, False]
 
 
 @pytest.mark.parametrize("adapter", ["pool", "linear"])
@@ -228,7 +231,7 @@ def test_texts(method: str, batch: int, tmp_path: Path, monkeypatch: pytest.Monk
             "partition": {"name": "dirichlet", "clients": 3, "alpha": 1.0},
         },
         "model": "fasttext",
-        "train": {"rounds": 3, "batch": batch, "optimizer": {"lr": 0.5}},
+        "train": {"rounds": 3, "batch_size": batch, "optimizer": {"lr": 0.5}},
         "method": method,
     }
     same_bits_and_resumed_is_straight(raw, tmp_path)
@@ -285,22 +288,22 @@ def test_kernels_are_counted_as_a_profiler_sees_them() -> None:
         for _ in range(2)
     ]
     try:
-        for each in pair:
-            each.one_round(0)
-        told = pair[0].facts()["kernels_per_step"]
-        for each in pair:
-            each.one_round(1)
+        for engined in pair:
+            engined.one_round(0)
+        counted = pair[0].facts()["kernels_per_step"]
+        for engined in pair:
+            engined.one_round(1)
         assert largest_difference(pair[0].weights(), pair[1].weights()) == 0
         slot = pair[0].engine.slots[0]  # type: ignore[attr-defined]
-        (me,) = slot.here.values()
-        (steps, play) = me.replay.longest()["train"]
+        (captures,) = slot.here.values()
+        steps, replay = captures.longest()["train"]
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
             with torch.cuda.stream(slot.stream):
-                play()
+                replay()
             torch.cuda.synchronize()
         rows = [event for event in seen.key_averages() if not event.key.startswith(("cuda", "Activity"))]
         found = sum(event.count for event in rows)
-        assert told == {"train": found / steps}
+        assert counted == {"train": found / steps}
     finally:
-        for each in pair:
-            each.close()
+        for engined in pair:
+            engined.close()

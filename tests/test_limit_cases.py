@@ -6,23 +6,19 @@ says otherwise, so that averages by samples and plain averages are the same too.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fedprism.config import Config, structure
-from fedprism.engines.client import Job, make_info, open_slot
-from fedprism.engines.events import Snapshot
-from fedprism.engines.loop import Loop, draw_cohort
 from fedprism.federation import Federation
 from fedprism.methods import METHODS
-from fedprism.methods.base import Arch, Draw, Info, Me, Method, Net, Parts, State, Tensors, Upload, no_draw
+from fedprism.methods.base import Arch, Client, Draw, Info, Method, Net, Parts, State, Tensors, Upload, no_draw
 from fedprism.methods.ditto import Ditto
 from fedprism.methods.fedavg import FedAvg
 from fedprism.methods.fedbn import FedBN
@@ -35,59 +31,25 @@ from fedprism.methods.lg_fedavg import LGFedAvg
 from fedprism.methods.local import Local
 from fedprism.methods.scaffold import Scaffold
 from fedprism.methods.silobn import SiloBN
-from tests.helpers import Collect, cut, loop_for, same
-
-MLP = {"name": "mlp", "hidden": [16, 8]}
-TURNED = {"augment": ["flip", {"name": "rotate", "degrees": 30}]}  # training images, at random
-
-
-def config_of(**sections: Any) -> Config:
-    train = {"rounds": 3, "batch": 16, **sections.pop("train", {})}
-    return structure({"train": train, "evaluate": {"splits": ["test"]}, **sections}, Config)
-
-
-@dataclass(frozen=True)
-class Trained:
-    loop: Loop
-    seen: Collect
-
-    @property
-    def server(self) -> State:
-        return self.loop.server
-
-    @property
-    def states(self) -> dict[str, State]:
-        return {client: state for client, state in self.loop.states.items() if state is not None}
-
-    def correct(self, moment: str = "received") -> list[list[float]]:
-        """Every client's right answers and loss, round by round."""
-        return [
-            [value for score in record.scores[moment]["test"].values() for value in (score.correct, score.loss)]
-            for record in self.seen.records[1:]
-        ]
-
-
-def train(method: Method, federation: Federation, **sections: Any) -> Trained:
-    loop, seen = loop_for(method, config_of(**sections), federation), Collect()
-    assert loop.run([seen]) == "finished"
-    return Trained(loop, seen)
-
-
-def part(state: Mapping[str, Tensor], prefix: str) -> State:
-    """What is under a part, without its name."""
-    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
-
-
-def assert_same(a: Trained, b: Trained) -> None:
-    assert same(a.server, b.server)
-    assert a.states.keys() == b.states.keys()
-    assert all(same(state, b.states[client]) for client, state in a.states.items())
-    assert a.correct() == b.correct()
-
-
-def assert_differ(a: Trained, b: Trained) -> None:
-    assert not any(same(state, b.states[client]) for client, state in a.states.items())
-
+from fedprism.round.client import Job, make_info, open_slot
+from fedprism.round.events import Snapshot
+from fedprism.round.loop import draw_cohort
+from tests.harness import (
+    MLP,
+    TURNED,
+    Collect,
+    Slope,
+    Trained,
+    assert_differ,
+    assert_same,
+    config_of,
+    cut,
+    loop_for,
+    part,
+    pixels,
+    same,
+    train,
+)
 
 # --- one method at its edge is another -------------------------------------------------------------------------------
 
@@ -107,7 +69,7 @@ def test_without_norm_layers_nothing_stays_at_home(method: Method, tiny: Federat
 
 @pytest.mark.parametrize(("method", "policy"), [(FedBN(), "local"), (SiloBN(), "local-stats")])
 def test_batch_norm_policies_are_methods(method: Method, policy: str, tiny: Federation) -> None:
-    """FedAvg told to keep batch norm at home is FedBN; FedBN told to share it is FedAvg."""
+    """FedAvg that keeps batch norm local is FedBN; FedBN that shares it is FedAvg."""
     assert_same(train(FedAvg(), tiny, train={"bn": policy}), train(method, tiny))
     assert_same(train(method, tiny, train={"bn": "shared"}), train(FedAvg(), tiny))
 
@@ -121,7 +83,7 @@ def test_ditto_without_a_pull_is_local_beside_fedavg(
         "clients": {"participation": participation},
         "evaluate": {"splits": ["test"], "moments": ["received", "trained", "global"]},
     }
-    loop = loop_for(Ditto(lam=0.0), structure({**sections, "train": {"rounds": 3, "batch": 16}}, Config), tiny)
+    loop = loop_for(Ditto(lam=0.0), structure({**sections, "train": {"rounds": 3, "batch_size": 16}}, Config), tiny)
     seen = Collect()
     loop.run([seen])
     both = Trained(loop, seen)
@@ -129,16 +91,16 @@ def test_ditto_without_a_pull_is_local_beside_fedavg(
     average = train(FedAvg(), tiny, clients=sections["clients"], data=data)
     assert same(part(both.server, "common."), average.server)
     assert both.states.keys() == alone.states.keys()
-    for client, state in both.states.items():
-        assert same(part(state, "personal."), alone.states[client])
-        assert same(part(state, "common."), average.states[client])
+    for client_id, state in both.states.items():
+        assert same(part(state, "personal."), alone.states[client_id])
+        assert same(part(state, "common."), average.states[client_id])
     assert both.correct() == alone.correct()
     assert both.correct("global") == average.correct()
 
 
 def test_ditto_with_a_pull_is_not_local(tiny: Federation) -> None:
     both, alone = train(Ditto(lam=0.1), tiny), train(Local(), tiny)
-    assert not any(same(part(state, "personal."), alone.states[client]) for client, state in both.states.items())
+    assert not any(same(part(state, "personal."), alone.states[client_id]) for client_id, state in both.states.items())
 
 
 def network(state: State) -> State:
@@ -152,7 +114,7 @@ def test_lg_fedavg_that_never_ends_its_warm_up_is_uniform_fedavg(tiny: Federatio
     for warmup in (3, 10):
         warm = train(LGFedAvg(warmup=warmup), sites)
         assert same({n: t for n, t in warm.server.items() if n != "started"}, uniform.server)
-        assert all(same(network(state), uniform.states[client]) for client, state in warm.states.items())
+        assert all(same(network(state), uniform.states[client_id]) for client_id, state in warm.states.items())
         assert warm.correct() == uniform.correct()
     assert warm.correct() != train(FedAvg(), sites).correct()
     assert warm.correct() != train(LGFedAvg(warmup=2), sites).correct()
@@ -176,15 +138,15 @@ def test_lg_fedavg_without_warm_up_averages_heads_alone(tiny: Federation) -> Non
 
 
 def test_fedrep_trains_one_part_at_a_time(tiny: Federation) -> None:
-    """The head is trained on the received body, whatever that becomes afterwards; batch norm's counters tell."""
+    """The head is trained on the received body, whatever that becomes afterwards; batch norm's counters show it."""
     some = train(FedRep(body_epochs=1), tiny, train={"rounds": 1})
     more = train(FedRep(body_epochs=3), tiny, train={"rounds": 1})
     steps = 3  # 40 images in batches of 16
-    for client, state in some.states.items():
-        assert same(part(state, "head."), part(more.states[client], "head."))
-        assert not same(part(state, "body."), part(more.states[client], "body."))
+    for client_id, state in some.states.items():
+        assert same(part(state, "head."), part(more.states[client_id], "head."))
+        assert not same(part(state, "body."), part(more.states[client_id], "body."))
         assert int(state["body.bn1.num_batches_tracked"]) == steps
-        assert int(more.states[client]["body.bn1.num_batches_tracked"]) == 3 * steps
+        assert int(more.states[client_id]["body.bn1.num_batches_tracked"]) == 3 * steps
 
 
 def test_scaffold_starts_as_uniform_fedavg_with_plain_sgd(tiny: Federation) -> None:
@@ -202,23 +164,23 @@ def test_fedrod_with_balanced_classes_needs_no_balancing(tiny: Federation) -> No
     """Adding the same log n to every score changes no softmax."""
     classes, loop = tiny.classes, loop_for(FedRoD(), config_of(), tiny)
     data = next(iter(tiny.clients.values()))
-    me = open_slot(Job(FedRoD(), loop.config, loop.info, data, 0))
+    client = open_slot(Job(FedRoD(), loop.config, loop.info, data, 0))
     x = torch.randn(2 * classes, *tiny.shape, generator=torch.Generator().manual_seed(0))
     y = torch.arange(2 * classes) % classes
-    z = me.model.generic.body(x)
-    generic, personal = me.model.generic.head(z), me.model.personal(z)
+    z = client.model.generic.body(x)
+    generic, personal = client.model.generic.head(z), client.model.personal(z)
     plain = cross_entropy(generic, y) + cross_entropy(generic + personal, y)
     for counts, balanced in ((torch.full((classes,), 7), True), (torch.arange(1, classes + 1), False)):
-        me.keep("prior", counts.float().log())
-        assert torch.allclose(FedRoD().loss(me, x, y), plain, atol=1e-5) == balanced
+        client.keep("prior", counts.float().log())
+        assert torch.allclose(FedRoD().loss(client, x, y), plain, atol=1e-5) == balanced
 
 
 def test_fedrod_without_balancing_shares_fedavgs_model(tiny: Federation) -> None:
     """The personal head sends no gradient back, so body and generic head are FedAvg's."""
     both, average = train(FedRoD(gamma=0.0), tiny), train(FedAvg(), tiny)
     assert same(part(both.server, "generic."), average.server)
-    for client, state in both.states.items():
-        assert same(part(state, "generic."), average.states[client])
+    for client_id, state in both.states.items():
+        assert same(part(state, "generic."), average.states[client_id])
     heads = [part(state, "personal.") for state in both.states.values()]
     assert not same(heads[0], heads[1])
 
@@ -226,11 +188,11 @@ def test_fedrod_without_balancing_shares_fedavgs_model(tiny: Federation) -> None
 @pytest.mark.parametrize("inference", ["prototype", "head"])
 def test_fedproto_without_a_pull_trains_as_local(inference: Any, tiny: Federation) -> None:
     free, alone = train(FedProto(lam=0.0, inference=inference), tiny), train(Local(), tiny)
-    for client, state in free.states.items():
-        assert same(part(state, "net."), alone.states[client])
+    for client_id, state in free.states.items():
+        assert same(part(state, "net."), alone.states[client_id])
     assert (free.correct() == alone.correct()) == (inference == "head")
     pulled = train(FedProto(lam=1.0), tiny)
-    assert not any(same(part(state, "net."), alone.states[client]) for client, state in pulled.states.items())
+    assert not any(same(part(state, "net."), alone.states[client_id]) for client_id, state in pulled.states.items())
 
 
 @pytest.mark.parametrize("method", [FedAvg(), FedBN(), SiloBN(), FedPer(), LGFedAvg(warmup=1)])
@@ -276,24 +238,14 @@ class Weights(nn.Module):
 class Linear(Method):
     """FedAvg of a loss whose gradient is the mean pixel vector, so that a step is w - lr x."""
 
-    def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
+    def build(self, arch: Arch, client_id: str | None, info: Info, seed: int) -> nn.Module:
         return Weights()
 
-    def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
-        return torch.mv(x.flatten(1), me.model.w).mean()
+    def loss(self, client: Client, x: Tensor, y: Tensor) -> Tensor:
+        return torch.mv(x.flatten(1), client.model.w).mean()
 
     def predict(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
         return x.flatten(1) @ torch.stack([model.w, -model.w], dim=1)
-
-
-def pixels(**clients: tuple[list[float], int]) -> Federation:
-    """Clients with so many copies of one picture, a row of pixels of -1 or 1 as a model sees them."""
-    made = {}
-    for name, (row, count) in clients.items():
-        picture = ((np.array(row) + 1) * 127.5).astype(np.uint8).reshape(1, 1, 1, -1)
-        x, y = np.repeat(picture, count, axis=0), np.zeros(count, dtype=np.int64)
-        made[name] = {"train": (x, y), "validation": (x[:1], y[:1]), "test": (x[:1], y[:1])}
-    return Federation.from_arrays(made, class_names=("a", "b"))
 
 
 PLAIN_SGD = {"lr": 1.0, "momentum": 0.0}
@@ -320,32 +272,20 @@ def test_weighted_average_by_hand(weighting: str, expected: list[float]) -> None
 
 @pytest.mark.parametrize(("momentum", "steps"), [(0.0, [1] * 6), (0.5, [1, 1.5, 1.75, 1.875, 1.9375, 1.96875])])
 def test_steps_by_hand(momentum: float, steps: list[float]) -> None:
-    """Batches of 2 from 6 images, two epochs: six steps a round; momentum starts at zero in every round."""
-    settings = {"rounds": 2, "epochs": 2, "batch": 2, "optimizer": {"lr": 1.0, "momentum": momentum}}
+    """Batches of 2 from 6 images, two epochs: six steps per round; momentum starts at zero in every round."""
+    settings = {"rounds": 2, "epochs": 2, "batch_size": 2, "optimizer": {"lr": 1.0, "momentum": momentum}}
     run = train(Linear(), pixels(north=([1, 1, -1], 6)), model={"name": "mlp"}, train=settings)
     assert run.server["w"].tolist() == [-2 * sum(steps), -2 * sum(steps), 2 * sum(steps)]
 
 
-class Slope(nn.Module):
-    """One weight and a loss of log(1 + e^(s w)) for label 0, with s = 4 x_1 + 2 x_2: its gradient is s sigmoid(s w)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        s = x.flatten(1) @ torch.tensor([4.0, 2.0])
-        return torch.stack([torch.zeros_like(s), s * self.w], dim=1)
-
-
 @dataclass(frozen=True)
 class SlopeScaffold(Scaffold):
-    def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
+    def build(self, arch: Arch, client_id: str | None, info: Info, seed: int) -> nn.Module:
         return Parts(net=Slope(), control=Tensors({"w": torch.zeros(1)}))
 
 
 def test_scaffold_by_hand() -> None:
-    """Two clients with s = 2 and s = -6, one step of 0.125 a round; then two steps a round."""
+    """Two clients with s = 2 and s = -6, one step of 0.125 per round; then two steps per round."""
     sites = pixels(up=([1, -1], 4), down=([-1, -1], 2))
     one_step = {"rounds": 2, "optimizer": {"lr": 0.125, "momentum": 0.9}}
     run = train(SlopeScaffold(), sites, model={"name": "mlp"}, train=one_step)
@@ -354,11 +294,11 @@ def test_scaffold_by_hand() -> None:
     # step c_k = (w - y_k) / lr = g_k: 1 and -3, and c = (1 - 3) / 2 = -1.
     assert one.server["net.w"].tolist() == [0.125]
     assert one.server["c.w"].tolist() == [-1.0]
-    assert [control(one, client) for client in ("up", "down")] == [1.0, -3.0]
+    assert [control(one, client_id) for client_id in ("up", "down")] == [1.0, -3.0]
     # Round 2 at w = 1/8: steps along g - c_k + c, whose mean is the mean of the g: the corrections cancel.
     up, down = 2 * torch.sigmoid(torch.tensor(0.25)), -6 * torch.sigmoid(torch.tensor(-0.75))
     torch.testing.assert_close(two.server["net.w"], (0.125 - 0.125 * (up + down) / 2).reshape(1))
-    states = {client: state for client, state in two.clients.items() if state is not None}
+    states = {client_id: state for client_id, state in two.clients.items() if state is not None}
     torch.testing.assert_close(states["up"]["net.w"], (0.125 - 0.125 * (up - 1 - 1)).reshape(1))
     torch.testing.assert_close(states["down"]["net.w"], (0.125 - 0.125 * (down + 3 - 1)).reshape(1))
     torch.testing.assert_close(states["up"]["control.w"], up.reshape(1))
@@ -369,8 +309,8 @@ def test_scaffold_by_hand() -> None:
     assert control(run.seen.snapshots[1], "up") == pytest.approx(float((1 + second) / 2), rel=1e-6)
 
 
-def control(snapshot: Snapshot, client: str) -> float:
-    state = snapshot.clients[client]
+def control(snapshot: Snapshot, client_id: str) -> float:
+    state = snapshot.clients[client_id]
     assert state is not None
     return float(state["control.w"])
 
@@ -380,8 +320,8 @@ def test_scaffold_counts_absent_clients_in_its_control_variate() -> None:
     sites = pixels(up=([1, -1], 4), down=([-1, -1], 2))
     settings = {"rounds": 1, "optimizer": {"lr": 0.125, "momentum": 0.0}}
     run = train(SlopeScaffold(), sites, model={"name": "mlp"}, train=settings, clients={"participation": 0.5})
-    (client,) = run.seen.records[1].cohort
-    gradient = {"up": 1.0, "down": -3.0}[client]
+    (client_id,) = run.seen.records[1].cohort
+    gradient = {"up": 1.0, "down": -3.0}[client_id]
     assert run.server["net.w"].tolist() == [-0.125 * gradient]
     assert run.server["c.w"].tolist() == [gradient / 2]
 
@@ -394,14 +334,14 @@ def test_fedproto_averages_by_the_samples_of_a_class() -> None:
 
     uploads = [upload("a", [[4.0, 0.0], [2.0, 2.0]], [1, 5]), upload("b", [[0.0, 8.0], [0.0, 0.0]], [3, 0])]
     server = {"prototypes.mean": torch.zeros(2, 2), "prototypes.count": torch.zeros(2)}
-    now = loop_for(FedAvg(), config_of(model=MLP), pixels(a=([1, 1, 1], 2))).now(0)
-    after = FedProto().aggregate(server, uploads, now)
+    ctx = loop_for(FedAvg(), config_of(model=MLP), pixels(a=([1, 1, 1], 2))).context(0)
+    after = FedProto().aggregate(server, uploads, ctx)
     assert after["prototypes.mean"].tolist() == [[1.0, 6.0], [2.0, 2.0]]
     assert after["prototypes.count"].tolist() == [4.0, 5.0]
-    plain = FedProto().aggregate(server, uploads, replace(now, weighting="uniform"))
+    plain = FedProto().aggregate(server, uploads, ctx.replace(weighting="uniform"))
     assert plain["prototypes.mean"].tolist() == [[2.0, 4.0], [2.0, 2.0]]
     # A class that nobody shows keeps its prototype.
-    later = FedProto().aggregate(after, uploads[1:], now)
+    later = FedProto().aggregate(after, uploads[1:], ctx)
     assert later["prototypes.mean"].tolist() == [[0.0, 8.0], [2.0, 2.0]]
     assert later["prototypes.count"].tolist() == [3.0, 5.0]
 

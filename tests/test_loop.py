@@ -11,13 +11,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fedprism.config import Config, structure
-from fedprism.engines import loop as round_loop
-from fedprism.engines.client import Failure, Result, make_info, not_finite
 from fedprism.engines.inprocess import InProcess
-from fedprism.engines.loop import check_uploads, digest, draw_cohort, drop_outs
 from fedprism.errors import ConfigError, FedprismError
-from fedprism.federation import ClientData, Federation, Split, federation
-from fedprism.methods.base import Me, Method, Net, Now, Pass, State
+from fedprism.federation import ClientData, Federation, Split, base, make_federation
+from fedprism.methods.base import Client, Context, Method, Net, Pass, State
 from fedprism.methods.ditto import Ditto
 from fedprism.methods.fedavg import FedAvg
 from fedprism.methods.fedbn import FedBN
@@ -25,12 +22,18 @@ from fedprism.methods.fedproto import FedProto
 from fedprism.methods.fedprox import FedProx
 from fedprism.methods.lg_fedavg import LGFedAvg
 from fedprism.methods.local import Local
-from tests.helpers import CPU, Collect, loop_for, same
+from fedprism.methods.states import not_finite
+from fedprism.round.client import make_info
+from fedprism.round.engine import Failure, Result
+from fedprism.round.loop import draw_cohort, drop_outs
+from fedprism.round.server import accept
+from fedprism.schedules import learning_rate
+from tests.harness import CPU, Collect, loop_for, same
 
 
 @pytest.fixture(scope="module")
 def three() -> Federation:
-    return federation("digits-skew", clients=3, seed=0, samples=24)
+    return make_federation("digits-skew", clients=3, seed=0, samples=24)
 
 
 def config(**sections: Any) -> Config:
@@ -92,11 +95,11 @@ def test_absent_clients_keep_their_very_state(three: Federation) -> None:
     _, seen, _ = run(FedBN(), config(train={"rounds": 4}, clients={"participation": 0.34}), three)
     for before, after, record in zip(seen.snapshots, seen.snapshots[1:], seen.records[1:], strict=False):
         assert len(record.cohort) == 1
-        for client in three.names:
-            assert (before.clients[client] is after.clients[client]) == (client not in record.cohort)
+        for client_id in three.names:
+            assert (before.clients[client_id] is after.clients[client_id]) == (client_id not in record.cohort)
 
 
-# --- who is told, who trains -----------------------------------------------------------------------------------------
+# --- who receives, who trains ----------------------------------------------------------------------------------------
 
 
 def test_broadcast_to_all_reaches_those_who_do_not_train(three: Federation) -> None:
@@ -123,7 +126,7 @@ def test_all_train_but_only_the_cohort_is_averaged(three: Federation) -> None:
 
 def test_bytes_are_those_of_the_state_as_sent(three: Federation) -> None:
     _, seen, _ = run(FedAvg(), config(), three)
-    # mlp: 768-128-64-10 with biases, four bytes a number.
+    # mlp: 768-128-64-10 with biases, four bytes per number.
     size = 4 * (768 * 128 + 128 + 128 * 64 + 64 + 64 * 10 + 10)
     assert set(seen.records[1].up.values()) == set(seen.records[1].down.values()) == {size}
     assert seen.records[0].up == seen.records[0].down == {}
@@ -171,7 +174,7 @@ def test_global_moment_where_there_is_a_global_model(three: Federation) -> None:
 class Tuned(Method):
     """FedAvg that is fine-tuned before the test."""
 
-    def adapt(self, me: Me, now: Now) -> list[Pass]:
+    def adapt(self, client: Client, ctx: Context) -> list[Pass]:
         return [Pass(self.loss, "tune", epochs=3)]
 
 
@@ -202,9 +205,9 @@ class Poisoned(Method):
     who: tuple[str, ...] = ()
     how: str = "nan"
 
-    def upload(self, me: Me, now: Now) -> State:
-        state = super().upload(me, now)
-        if now.client not in self.who:
+    def upload(self, client: Client, ctx: Context) -> State:
+        state = super().upload(client, ctx)
+        if ctx.client_id not in self.who:
             return state
         name = next(iter(state))
         changed = {"nan": state[name] * float("nan"), "shape": state[name][:1], "inf": state[name] + float("inf")}
@@ -245,10 +248,10 @@ def test_a_learning_rate_that_explodes_is_diverged(three: Federation) -> None:
         assert all(t.isfinite().all() for t in loop.server.values())
 
 
-def test_check_uploads_by_hand() -> None:
+def test_uploads_are_accepted_or_refused_by_hand() -> None:
     server = {"w": torch.zeros(2)}
     good = {"w": torch.ones(2), "n": torch.tensor(3)}
-    given = {
+    given: dict[str, State] = {
         "good": good,
         "infinite": {**good, "n": torch.tensor(float("inf"))},
         "wide": {**good, "n": torch.ones(3)},
@@ -256,49 +259,60 @@ def test_check_uploads_by_hand() -> None:
         "double": {**good, "w": torch.ones(2, dtype=torch.float64)},
         "not a number": {"w": torch.tensor([1.0, float("nan")]), "n": torch.tensor(float("nan"))},
     }
-    refused = check_uploads(given, {client: {"w": "weights", "n": "scalar"} for client in given}, server)
-    assert refused == {
+    ctx = Context(0, 1, info_of(1), config().train, 0.05, "samples")
+    declared = {"w": "weights", "n": "scalar"}
+
+    def accepted(upload: State, **more: Any) -> State | Failure:
+        return accept(FedAvg(), Result({}, upload, 1, {}, {}, **more), declared, server, ctx)
+
+    answers = {name: accepted(upload) for name, upload in given.items()}
+    assert answers.pop("good") is good
+    assert answers == {
         "infinite": Failure("n in its upload is not finite", non_finite=True),
         "wide": Failure("n in its upload is torch.float32 of shape (3,), expected torch.float32 of shape ()"),
         "double": Failure("w in its upload is torch.float64 of shape (2,), expected torch.float32 of shape (2,)"),
         "short": Failure("its upload is not what the method declares: n missing or unknown"),
         "not a number": Failure("w in its upload is not finite", non_finite=True),
     }
-    assert check_uploads({}, {}, server) == {}
+    # What the client's own check has seen is not looked through again, but must still be of the declared kinds.
+    nan, short = given["not a number"], given["short"]
+    assert accepted(nan, checked=nan) is nan
+    assert accepted(nan, checked=dict(nan)) == answers["not a number"]
+    assert accepted(short, checked=short) == answers["short"]
 
 
 @dataclass(frozen=True)
-class Telling(Method):
-    """Its server says something of everybody, and with `early` a client does, too."""
+class Logging(Method):
+    """Its server logs something of everybody, and with `early` a client does, too."""
 
     early: bool = False
 
-    def upload(self, me: Me, now: Now) -> State:
+    def upload(self, client: Client, ctx: Context) -> State:
         if self.early:
-            now.log("said", "plain", 1.0)
-        return super().upload(me, now)
+            ctx.log("said", "plain", 1.0)
+        return super().upload(client, ctx)
 
-    def aggregate(self, server: State, uploads: Any, now: Now) -> State:
-        for place, client in enumerate(now.info.clients):
-            now.log("said", client, torch.tensor(10.0 * now.round + place))
-        return super().aggregate(server, uploads, now)
+    def aggregate(self, server: State, uploads: Any, ctx: Context) -> State:
+        for place, client_id in enumerate(ctx.info.clients):
+            ctx.log("said", client_id, torch.tensor(10.0 * ctx.round + place))
+        return super().aggregate(server, uploads, ctx)
 
 
 def test_what_the_server_logs_of_a_client_stands_beside_its_own(three: Federation) -> None:
-    _, seen, _ = run(Telling(), config(train={"rounds": 2}, clients={"participation": 0.67}), three)
+    _, seen, _ = run(Logging(), config(train={"rounds": 2}, clients={"participation": 0.67}), three)
     for record in seen.records[1:]:
         assert record.logs.keys() == set(record.cohort) != set(three.names)  # nothing of who was not there
-        for client, values in record.logs.items():
-            assert values["said"] == 10 * (record.round - 1) + three.names.index(client)
+        for client_id, values in record.logs.items():
+            assert values["said"] == 10 * (record.round - 1) + three.names.index(client_id)
             assert "loss/train" in values
-    with pytest.raises(FedprismError, match=r"now\.log\('said', \.\.\.\)` was called on a client"):
-        run(Telling(early=True), config(), three)
+    with pytest.raises(FedprismError, match=r"ctx\.log\('said', \.\.\.\)` was called on a client"):
+        run(Logging(early=True), config(), three)
 
 
 @dataclass(frozen=True)
 class Growing(Method):
-    def aggregate(self, server: State, uploads: Any, now: Now) -> State:
-        return {**super().aggregate(server, uploads, now), f"extra{now.round}": torch.zeros(1)}
+    def aggregate(self, server: State, uploads: Any, ctx: Context) -> State:
+        return {**super().aggregate(server, uploads, ctx), f"extra{ctx.round}": torch.zeros(1)}
 
 
 def test_a_server_whose_keys_change_is_a_mistake_of_the_method(three: Federation) -> None:
@@ -316,24 +330,24 @@ def test_different_architectures_need_a_method_that_allows_them(three: Federatio
         assert loop.states["plain"].keys() != loop.states["tinted"].keys()
 
 
-def test_callbacks_are_told_of_every_client(three: Federation) -> None:
+def test_callbacks_hear_of_every_client(three: Federation) -> None:
     class Counting(Collect):
-        told: list[tuple[int, int]] = []
+        heard: list[tuple[int, int]] = []
 
-        def clients(self, done: int, of: int) -> None:
-            self.told.append((done, of))
+        def clients(self, done: int, total: int) -> None:
+            self.heard.append((done, total))
 
         def round(self, record: Any, snapshot: Any) -> None:
-            self.told.append((0, 0))
+            self.heard.append((0, 0))
 
     seen = Counting()
     settings = config(train={"rounds": 1}, clients={"participation": 0.67}, evaluate={"moments": ["received"]})
     loop_for(FedAvg(), settings, three).run([seen])
     tested = [(1, 3), (2, 3), (3, 3), (0, 0)]
-    assert seen.told == [*tested, (1, 2), (2, 2), *tested]
+    assert seen.heard == [*tested, (1, 2), (2, 2), *tested]
 
 
-def test_an_interrupt_tells_the_callbacks(three: Federation) -> None:
+def test_callbacks_hear_of_an_interrupt(three: Federation) -> None:
     class Stop(Collect):
         def round(self, record: Any, snapshot: Any) -> None:
             super().round(record, snapshot)
@@ -362,7 +376,7 @@ def test_the_learning_rate_follows_its_schedule(three: Federation) -> None:
 
 def test_clipping_bounds_the_step(three: Federation) -> None:
     """One step of plain SGD with a gradient of norm at most c moves the weights by at most lr c."""
-    one = {"rounds": 1, "batch": 1000, "clip": 0.01, "optimizer": {"lr": 1.0, "momentum": 0.0}}
+    one = {"rounds": 1, "batch_size": 1000, "clip": 0.01, "optimizer": {"lr": 1.0, "momentum": 0.0}}
     loop, _, _ = run(Local(), config(train=one), three)
     first = loop_for(FedAvg(), config(), three).server
     moved = sum(float((loop.states["plain"][n] - first[n]).square().sum()) for n in first) ** 0.5
@@ -370,23 +384,20 @@ def test_clipping_bounds_the_step(three: Federation) -> None:
 
 
 def test_batch_norm_refuses_batches_of_one(three: Federation) -> None:
-    with pytest.raises(ConfigError, match=r"set train\.batch to 2 or more"):
-        run(FedAvg(), config(model={"name": "lenet-bn"}, train={"rounds": 1, "batch": 1}), three)
-    assert run(FedAvg(), config(train={"rounds": 1, "batch": 1}), three)[2] == "finished"
+    with pytest.raises(ConfigError, match=r"set train\.batch_size to 2 or more"):
+        run(FedAvg(), config(model={"name": "lenet-bn"}, train={"rounds": 1, "batch_size": 1}), three)
+    assert run(FedAvg(), config(train={"rounds": 1, "batch_size": 1}), three)[2] == "finished"
 
 
 def test_unknown_schedule_and_its_settings() -> None:
-    from fedprism.engines.passes import learning_rate
-
     with pytest.raises(ConfigError, match="Did you mean 'cosine'"):
         learning_rate(config(train={"schedule": "cosin"}).train, 0)
     with pytest.raises(ConfigError, match="gama"):
         learning_rate(config(train={"schedule": {"name": "step", "gama": 1}}).train, 0)
     train = config(train={"rounds": 4, "schedule": "cosine", "optimizer": {"lr": 2.0}}).train
     assert [round(learning_rate(train, r), 4) for r in range(4)] == [2.0, 1.7071, 1.0, 0.2929]
-    halved = config(
-        train={"rounds": 4, "schedule": {"name": "exponential", "gamma": 0.5}, "optimizer": {"lr": 1.0}}
-    ).train
+    schedule = {"name": "exponential", "gamma": 0.5}
+    halved = config(train={"rounds": 4, "schedule": schedule, "optimizer": {"lr": 1.0}}).train
     assert [learning_rate(halved, r) for r in range(5)] == [1.0, 0.5, 0.25, 0.125, 0.125]
 
 
@@ -394,10 +405,10 @@ def test_unknown_schedule_and_its_settings() -> None:
 class Noisy(Method):
     """FedAvg with input noise in training and in prediction."""
 
-    def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
-        noise = me.draw("input", *x.shape)
-        me.log("noise", noise)
-        return cross_entropy(me.model(x + 0.1 * noise), y)
+    def loss(self, client: Client, x: Tensor, y: Tensor) -> Tensor:
+        noise = client.draw("input", *x.shape)
+        client.log("noise", noise)
+        return cross_entropy(client.model(x + 0.1 * noise), y)
 
     def predict(self, model: Net, x: Tensor, draw: Any) -> Tensor:
         return model(x + draw("input", *x.shape))
@@ -432,7 +443,8 @@ def test_result_holds_the_number_of_training_samples(three: Federation) -> None:
     info = make_info(settings, three.names, three.classes, three.shape)
     loop = loop_for(FedAvg(), settings, three)
     engine = InProcess(FedAvg(), settings, info, three, CPU)
-    answers = engine.train(0, {c: loop._request(c, loop.now(0)) for c in three.names})
+    answers = dict(engine.train(0, loop.requests(three.names, loop.context(0))))
+    assert answers.keys() == set(three.names)
     assert all(isinstance(a, Result) and a.samples == 24 for a in answers.values())
 
 
@@ -447,11 +459,11 @@ def test_what_is_not_finite_is_found_by_name() -> None:
 def test_public_images_reach_a_pass_that_asks_for_them() -> None:
     @dataclass(frozen=True)
     class Public(Method):
-        def passes(self, me: Me, now: Now) -> list[Pass]:
+        def passes(self, client: Client, ctx: Context) -> list[Pass]:
             return [Pass(self.loss, "public", data="public")]
 
-    data = federation("digits-skew", clients=3, seed=0, samples=24, public=50)
-    one = config(train={"rounds": 1, "batch": 1000})
+    data = make_federation("digits-skew", clients=3, seed=0, samples=24, public=50)
+    one = config(train={"rounds": 1, "batch_size": 1000})
     loop, seen, _ = run(Public(), one, data)
     # A single batch of everything: the clients' own images play no part, so all end with the same weights.
     for name, tensor in loop.states["plain"].items():
@@ -459,15 +471,14 @@ def test_public_images_reach_a_pass_that_asks_for_them() -> None:
     assert not same(loop.states["plain"], run(FedAvg(), one, data)[0].states["plain"])
     assert set(seen.records[1].logs["plain"]) == {"loss/public"}
     with pytest.raises(ConfigError, match=r"set data\.public"):
-        run(Public(), config(), federation("digits-skew", clients=3, seed=0, samples=24))
+        run(Public(), config(), make_federation("digits-skew", clients=3, seed=0, samples=24))
 
 
 def test_global_needs_batch_norm_to_be_shared(three: Federation) -> None:
     moments = {"moments": ["received", "global"]}
-    shared = run(FedAvg(), config(model={"name": "lenet-bn"}, evaluate=moments), three)[1]
-    own = run(
-        FedAvg(), config(model={"name": "lenet-bn"}, evaluate=moments, train={"rounds": 2, "bn": "local"}), three
-    )[1]
+    sections = {"model": {"name": "lenet-bn"}, "evaluate": moments}
+    shared = run(FedAvg(), config(**sections), three)[1]
+    own = run(FedAvg(), config(**sections, train={"rounds": 2, "bn": "local"}), three)[1]
     assert "global" in shared.records[-1].scores
     assert "global" not in own.records[-1].scores
 
@@ -481,15 +492,15 @@ def test_server_learning_rate_without_weights_is_refused(three: Federation) -> N
 class Masked(Method):
     """FedAvg over a wire on which every client's traffic is masked with noise of its own."""
 
-    def encode(self, state: State, now: Now) -> State:
-        return {n: t + self.mask(n, t, now) if t.is_floating_point() else t for n, t in state.items()}
+    def encode(self, state: State, ctx: Context) -> State:
+        return {n: t + self.mask(n, t, ctx) if t.is_floating_point() else t for n, t in state.items()}
 
-    def decode(self, state: State, now: Now) -> State:
-        return {n: t - self.mask(n, t, now) if t.is_floating_point() else t for n, t in state.items()}
+    def decode(self, state: State, ctx: Context) -> State:
+        return {n: t - self.mask(n, t, ctx) if t.is_floating_point() else t for n, t in state.items()}
 
-    def mask(self, name: str, tensor: Tensor, now: Now) -> Tensor:
-        assert now.client is not None
-        return torch.rand(tensor.shape, generator=now.rng("mask", name))
+    def mask(self, name: str, tensor: Tensor, ctx: Context) -> Tensor:
+        assert ctx.client_id is not None
+        return torch.rand(tensor.shape, generator=ctx.rng("mask", name))
 
 
 def test_both_ends_of_the_wire_know_whose_it_is(three: Federation) -> None:
@@ -512,19 +523,19 @@ def test_lg_fedavg_keeps_the_bodies_of_those_who_train_outside_the_cohort(three:
 
 
 def test_the_fingerprint_of_a_client_is_of_every_image_and_label(monkeypatch: pytest.MonkeyPatch) -> None:
-    def client(**changed: Split) -> ClientData:
+    def digest(**changed: Split) -> str:
         parts = {name: Split(x, y) for name in ("train", "validation", "test")}
-        return ClientData("a", "a", **{**parts, **changed}, classes=2)
+        return ClientData("a", "a", **{**parts, **changed}, classes=2).digest()
 
     x, y = torch.arange(10, dtype=torch.uint8).view(10, 1, 1, 1), torch.arange(10) % 2
-    plain = digest(client())
-    monkeypatch.setattr(round_loop, "DIGESTED_AT_ONCE", 4)  # ten images: two whole blocks, and a rest
-    assert digest(client()) == plain
+    plain = digest()
+    monkeypatch.setattr(base, "DIGESTED_AT_ONCE", 4)  # ten images: two whole blocks, and a rest
+    assert digest() == plain
     seen = {plain}
     for part in ("train", "validation", "test"):
         for place in range(10):
             for image, label in ((99, int(y[place])), (place, 1 - int(y[place]))):
                 other_x, other_y = x.clone(), y.clone()
                 other_x[place], other_y[place] = image, label
-                seen.add(digest(client(**{part: Split(other_x, other_y)})))
+                seen.add(digest(**{part: Split(other_x, other_y)}))
     assert len(seen) == 61

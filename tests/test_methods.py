@@ -1,4 +1,4 @@
-"""What methods are made of: the slot, averages, leaves by type; and where a method can come from."""
+"""What methods are made of: the client, averages, leaves by type; what they may not do; and where they come from."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import io
 import math
 import tokenize
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
@@ -14,30 +15,23 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 import fedprism.methods
 from fedprism import keys
 from fedprism.config import Config, Named, structure
-from fedprism.engines.client import (
-    Job,
-    Result,
-    client_round,
-    first_not_finite,
-    float_leaves,
-    make_info,
-    not_finite,
-    open_slot,
-)
-from fedprism.engines.evaluate import ends
+from fedprism.engines.cuda.rounds import finite_probe
 from fedprism.errors import ConfigError, FedprismError
 from fedprism.federation import ClientData, Federation, Split
 from fedprism.methods import METHODS, find, leaves, make, named
 from fedprism.methods.base import (
+    Client,
+    Context,
     Info,
-    Me,
     Method,
-    Now,
+    Net,
     Parts,
+    Pass,
     State,
     Tensors,
     Upload,
@@ -47,70 +41,82 @@ from fedprism.methods.base import (
 )
 from fedprism.methods.fedavg import FedAvg
 from fedprism.methods.fedprox import FedProx
+from fedprism.methods.states import not_finite
 from fedprism.models import Arch
-from tests.helpers import cut, loop_for, same, same_result
+from fedprism.round.client import Job, client_round, make_info, open_slot
+from fedprism.round.engine import Result
+from tests.harness import cut, loop_for, same, same_result
 
 METHOD_FILES = Path(fedprism.methods.__file__).parent
 
 
 @pytest.fixture
-def me() -> Me:
+def client() -> Client:
     config = Config()
-    return Me(nn.Linear(2, 1), config.train, make_info(config, ("a", "b"), 10, (3, 16, 16)))
+    return Client(nn.Linear(2, 1), config.train, make_info(config, ("a", "b"), 10, (3, 16, 16)))
 
 
-# --- the slot --------------------------------------------------------------------------------------------------------
+# --- the client ------------------------------------------------------------------------------------------------------
 
 
-def test_keep_copies_and_refills_in_place(me: Me) -> None:
+def test_keep_copies_and_refills_in_place(client: Client) -> None:
     source = torch.ones(3, requires_grad=True)
-    me.keep("t", source)
-    kept = me["t"]
+    client.keep("t", source)
+    kept = client["t"]
     assert kept is not source
     assert not kept.requires_grad
-    me.keep("t", torch.full((3,), 2.0))
-    assert me["t"] is kept
+    client.keep("t", torch.full((3,), 2.0))
+    assert client["t"] is kept
     assert kept.tolist() == [2.0, 2.0, 2.0]
     assert source.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_keep_makes_room_for_another_shape_or_type(me: Me) -> None:
-    me.keep("t", torch.ones(3))
-    me.keep("t", torch.ones(1))
-    assert me["t"].shape == (1,)
-    me.keep("t", torch.ones(1, dtype=torch.int64))
-    assert me["t"].dtype == torch.int64
-    me.keep("t", {"a": torch.ones(2)})
-    assert set(me["t"]) == {"a"}
-    me.keep("t", torch.ones(2))
-    assert me["t"].shape == (2,)
+def test_keep_makes_room_for_another_shape_or_type(client: Client) -> None:
+    client.keep("t", torch.ones(3))
+    client.keep("t", torch.ones(1))
+    assert client["t"].shape == (1,)
+    client.keep("t", torch.ones(1, dtype=torch.int64))
+    assert client["t"].dtype == torch.int64
+    client.keep("t", {"a": torch.ones(2)})
+    assert set(client["t"]) == {"a"}
+    client.keep("t", torch.ones(2))
+    assert client["t"].shape == (2,)
 
 
-def test_keep_of_a_dict_refills_in_place(me: Me) -> None:
+def test_keep_of_a_dict_refills_in_place(client: Client) -> None:
     source = {"a": torch.ones(2, requires_grad=True), "b": torch.zeros(1)}
-    me.keep("d", source)
-    kept = dict(me["d"])
-    me.keep("d", {"a": torch.full((2,), 5.0), "b": torch.ones(1)})
-    assert all(me["d"][name] is kept[name] for name in kept)
-    assert not me["d"]["a"].requires_grad
-    assert [me["d"]["a"].tolist(), me["d"]["b"].tolist()] == [[5.0, 5.0], [1.0]]
+    client.keep("d", source)
+    kept = dict(client["d"])
+    client.keep("d", {"a": torch.full((2,), 5.0), "b": torch.ones(1)})
+    assert all(client["d"][name] is kept[name] for name in kept)
+    assert not client["d"]["a"].requires_grad
+    assert [client["d"]["a"].tolist(), client["d"]["b"].tolist()] == [[5.0, 5.0], [1.0]]
     assert source["a"].tolist() == [1.0, 1.0]
-    me.keep("d", {"a": torch.ones(2)})
-    assert set(me["d"]) == {"a"}
+    client.keep("d", {"a": torch.ones(2)})
+    assert set(client["d"]) == {"a"}
 
 
-def test_keep_of_a_dict_does_not_stretch_what_it_is_given(me: Me) -> None:
+def test_keep_of_a_dict_does_not_stretch_what_it_is_given(client: Client) -> None:
     """A leaf of another shape is kept as it is, not spread over the old one."""
-    me.keep("d", {"a": torch.zeros(3)})
-    me.keep("d", {"a": torch.ones(1)})
-    assert me["d"]["a"].tolist() == [1.0]
+    client.keep("d", {"a": torch.zeros(3)})
+    client.keep("d", {"a": torch.ones(1)})
+    assert client["d"]["a"].tolist() == [1.0]
 
 
-def test_freeze_keeps_a_copy_that_does_not_train(me: Me) -> None:
+def test_keep_of_a_number_refills_in_place(client: Client) -> None:
+    client.keep("n", 0.5)
+    kept = client["n"]
+    assert (kept.shape, kept.dtype, kept.item()) == ((), torch.get_default_dtype(), 0.5)
+    client.keep("n", 2)
+    assert client["n"] is kept
+    assert kept.item() == 2.0
+
+
+def test_freeze_keeps_a_copy_that_does_not_train(client: Client) -> None:
     linear = nn.Linear(2, 2)
     module = nn.Sequential(linear, nn.BatchNorm1d(2))
-    me.freeze("teacher", module)
-    frozen = me["teacher"]
+    client.freeze("teacher", module)
+    frozen = client["teacher"]
     assert isinstance(frozen, nn.Module)
     assert frozen is not module
     assert not frozen.training
@@ -119,58 +125,58 @@ def test_freeze_keeps_a_copy_that_does_not_train(me: Me) -> None:
     with torch.no_grad():
         linear.weight.fill_(3.0)
     assert frozen.state_dict()["0.weight"].ne(3.0).all()
-    me.freeze("teacher", module, training=True)
-    assert me["teacher"] is frozen
+    client.freeze("teacher", module, training=True)
+    assert client["teacher"] is frozen
     assert frozen.training
     assert frozen.state_dict()["0.weight"].eq(3.0).all()
 
 
-def test_freeze_takes_another_state(me: Me) -> None:
+def test_freeze_takes_another_state(client: Client) -> None:
     module = nn.Linear(2, 1)
-    me.freeze("other", module, {"weight": torch.full((1, 2), 7.0), "bias": torch.zeros(1)})
+    client.freeze("other", module, {"weight": torch.full((1, 2), 7.0), "bias": torch.zeros(1)})
     x = torch.ones(1, 2)
-    assert me["other"](x).item() == 14.0
+    assert client["other"](x).item() == 14.0
     assert module(x).item() != 14.0
-    me.freeze("other", module)
-    assert torch.equal(me["other"](x), module(x))
+    client.freeze("other", module)
+    assert torch.equal(client["other"](x), module(x))
 
 
-def test_log_detaches_and_takes_means(me: Me) -> None:
-    me.log("loss", torch.tensor([1.0, 3.0], requires_grad=True))
-    assert float(me.sums["loss"]) == 2.0
-    me.log("loss", torch.tensor(6.0, requires_grad=True))
-    me.log("hits", torch.tensor([True, False, True, True]))
-    assert (float(me.sums["loss"]), me.counts["loss"]) == (2.0 + 6.0, 2)
-    assert (float(me.sums["hits"]), me.counts["hits"]) == (0.75, 1)
-    assert not any(total.requires_grad for total in me.sums.values())
+def test_log_detaches_and_takes_means(client: Client) -> None:
+    client.log("loss", torch.tensor([1.0, 3.0], requires_grad=True))
+    assert float(client.log_sums["loss"]) == 2.0
+    client.log("loss", torch.tensor(6.0, requires_grad=True))
+    client.log("hits", torch.tensor([True, False, True, True]))
+    assert (float(client.log_sums["loss"]), client.log_counts["loss"]) == (2.0 + 6.0, 2)
+    assert (float(client.log_sums["hits"]), client.log_counts["hits"]) == (0.75, 1)
+    assert not any(total.requires_grad for total in client.log_sums.values())
 
 
-def test_a_log_of_many_values_does_not_round(me: Me) -> None:
+def test_a_log_of_many_values_does_not_round(client: Client) -> None:
     """float32 holds no odd number above 2**24."""
     for value in (2.0**24, 1.0, 1.0, 1.0):
-        me.log("large", torch.tensor(value))
-    assert float(me.sums["large"]) == 2**24 + 3
+        client.log("large", torch.tensor(value))
+    assert float(client.log_sums["large"]) == 2**24 + 3
 
 
-def test_cleared_logs_begin_anew_at_the_same_address(me: Me) -> None:
-    me.log("loss", torch.tensor(6.0))
-    total = me.sums["loss"]
-    me.clear_logs()
-    assert me.counts == {}
-    me.log("loss", torch.tensor(5.0))
-    assert me.sums["loss"] is total  # what was recorded of a step adds to it
-    assert (float(total), me.counts["loss"]) == (5.0, 1)
+def test_cleared_logs_begin_anew_at_the_same_address(client: Client) -> None:
+    client.log("loss", torch.tensor(6.0))
+    total = client.log_sums["loss"]
+    client.clear_logs()
+    assert client.log_counts == {}
+    client.log("loss", torch.tensor(5.0))
+    assert client.log_sums["loss"] is total  # a captured step adds to it
+    assert (float(total), client.log_counts["loss"]) == (5.0, 1)
 
 
 def test_a_client_does_not_report_what_another_in_its_slot_has_logged(tiny: Federation) -> None:
     @dataclass(frozen=True)
     class Own(Method):
-        def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
-            me.log("of all", x.mean())
-            me.log(f"of {len(y)}", x.mean())
-            return super().loss(me, x, y)
+        def loss(self, client: Client, x: Tensor, y: Tensor) -> Tensor:
+            client.log("of all", x.mean())
+            client.log(f"of {len(y)}", x.mean())
+            return super().loss(client, x, y)
 
-    config = structure({"model": {"name": "mlp"}, "train": {"rounds": 1, "batch": 64}}, Config)
+    config = structure({"model": {"name": "mlp"}, "train": {"rounds": 1, "batch_size": 64}}, Config)
     loop = loop_for(Own(), config, cut(tiny, (40, 25, 10)))
     jobs = [Job(Own(), config, loop.info, data, 0) for data in loop.federation.clients.values()]
     slot = open_slot(jobs[0])
@@ -182,22 +188,22 @@ def test_a_client_does_not_report_what_another_in_its_slot_has_logged(tiny: Fede
         assert one.logs["of all"] == one.logs[f"of {count}"]
 
 
-def test_parameters_by_name(me: Me) -> None:
-    assert set(me.parameters()) == {"weight", "bias"}
-    assert set(me.parameters(["bias", "unknown"])) == {"bias"}
+def test_parameters_by_name(client: Client) -> None:
+    assert set(client.parameters()) == {"weight", "bias"}
+    assert set(client.parameters(["bias", "unknown"])) == {"bias"}
 
 
-def test_noise_outside_of_a_pass_is_a_mistake(me: Me, tiny: Federation) -> None:
+def test_noise_outside_of_a_pass_is_a_mistake(client: Client, tiny: Federation) -> None:
     with pytest.raises(FedprismError, match="'mask' was asked for outside of a pass"):
-        me.draw("mask", 3)
+        client.draw("mask", 3)
 
     @dataclass(frozen=True)
     class Early(Method):
         """Draws before its pass: after the first client there is that one's noise in the slot."""
 
-        def start(self, me: Me, now: Now) -> None:
-            if now.client == "tinted":
-                me.draw("mask", 3)
+        def start(self, client: Client, ctx: Context) -> None:
+            if ctx.client_id == "tinted":
+                client.draw("mask", 3)
 
     config = structure({"model": {"name": "mlp"}, "train": {"rounds": 1}}, Config)
     loop = loop_for(Early(), config, tiny)
@@ -207,39 +213,39 @@ def test_noise_outside_of_a_pass_is_a_mistake(me: Me, tiny: Federation) -> None:
         client_round(Job(Early(), config, loop.info, tiny.clients["tinted"], 0), None, loop.server, slot)
 
 
-# --- now and info ----------------------------------------------------------------------------------------------------
+# --- context and info ------------------------------------------------------------------------------------------------
 
 
-def now_of(**changes: Any) -> Now:
+def context_of(**changes: Any) -> Context:
     config = Config()
     info = make_info(config, ("a", "b"), 10, (3, 16, 16))
-    return replace(Now(0, 3, info, config.train, 0.05, "samples"), **changes)
+    return Context(0, 3, info, config.train, 0.05, "samples").replace(**changes)
 
 
 def test_weights_of_an_average() -> None:
     uploads = [Upload("a", 1, {}), Upload("b", 3, {})]
-    assert now_of().weights(uploads) == [0.25, 0.75]
-    assert now_of(weighting="uniform").weights(uploads) == [0.5, 0.5]
+    assert context_of().weights(uploads) == [0.25, 0.75]
+    assert context_of(weighting="uniform").weights(uploads) == [0.5, 0.5]
 
 
 def test_generators_are_keyed_by_round_client_and_purpose() -> None:
-    def draw(now: Now, *purpose: str) -> float:
-        return float(torch.rand(1, generator=now.rng(*purpose)))
+    def draw(ctx: Context, *purpose: str) -> float:
+        return float(torch.rand(1, generator=ctx.rng(*purpose)))
 
-    same = draw(now_of(client="a"), "mask")
-    assert draw(now_of(client="a"), "mask") == same
+    same = draw(context_of(client_id="a"), "mask")
+    assert draw(context_of(client_id="a"), "mask") == same
     others = [
-        draw(now_of(client="a"), "other"),
-        draw(now_of(client="b"), "mask"),
-        draw(now_of(), "mask"),
-        draw(now_of(client="a", round=1), "mask"),
+        draw(context_of(client_id="a"), "other"),
+        draw(context_of(client_id="b"), "mask"),
+        draw(context_of(), "mask"),
+        draw(context_of(client_id="a", round=1), "mask"),
     ]
     assert len({same, *others}) == 5
 
 
 def test_the_server_has_no_data() -> None:
     with pytest.raises(FedprismError, match="on the server, which has no data"):
-        _ = now_of().local
+        _ = context_of().local
 
 
 def test_info_knows_whether_architectures_differ() -> None:
@@ -355,7 +361,7 @@ def test_load_takes_other_types_and_layouts() -> None:
     assert same(dict(model.state_dict()), dict(state))
 
 
-# --- what is looked for without waiting for the device ---------------------------------------------------------------
+# --- what is not finite, and counts of classes -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -371,18 +377,17 @@ def test_what_is_not_finite_is_found_in_any_leaf_and_type(value: float, dtype: t
         "flags": torch.tensor([True, False]),
     }
     floats = ["matrix", "number", "other"]
-    names, tensors = float_leaves(sound)
-    assert names == floats
-    assert first_not_finite(names, ends(tensors).tolist()) is None
+    assert not_finite(sound) is None
+    assert finite_probe([sound[name] for name in floats]).isfinite().all()
     for name in floats:
         for place in {0, sound[name].numel() // 2, sound[name].numel() - 1}:
             broken = sound[name].clone()
             broken.view(-1)[place] = value
-            names, tensors = float_leaves({**sound, name: broken})
-            found = zip(names, ends(tensors).tolist(), strict=True)
-            assert [leaf for leaf, end in found if not math.isfinite(end)] == [name]
-            assert not_finite({**sound, name: broken}) == name
-    assert float_leaves({"count": torch.tensor(1)}) == ([], [])
+            state = {**sound, name: broken}
+            found = finite_probe([state[leaf] for leaf in floats]).isfinite().tolist()
+            assert [leaf for leaf, fine in zip(floats, found, strict=True) if not fine] == [name]
+            assert not_finite(state) == name
+    assert finite_probe([]).tolist() == []
     assert not_finite({"count": torch.tensor(1)}) is None
 
 
@@ -454,6 +459,134 @@ def test_what_travels_under_each_policy() -> None:
     assert leaves.travelling(model, names, "local") == ("0.weight", "0.bias")
     assert leaves.travelling(model, names, "local-stats") == ("0.weight", "0.bias", "1.weight", "1.bias")
     assert leaves.travelling(model, ("1.weight", "0.bias"), "local") == ("0.bias",)
+
+
+# --- what authors of methods trip over -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Asking(Method):
+    """FedAvg of a part that its `build` asks for before it adds it."""
+
+    def build(self, arch: Arch, client_id: str | None, info: Info, seed: int) -> nn.Module:
+        model = super().build(arch, client_id, info, seed)
+        assert leaves.part(model, "extra") == ()
+        assert not any(name.startswith("extra.") for name in (*leaves.parameters(model), *leaves.norms(model)))
+        model.extra = nn.Sequential(nn.Linear(info.classes, info.classes), nn.BatchNorm1d(info.classes))
+        return model
+
+    def shared(self, model: Net, ctx: Context) -> Collection[str]:
+        return leaves.part(model, "extra")
+
+    def loss(self, client: Client, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(client.model.extra(client.model(x)), y)
+
+    def passes(self, client: Client, ctx: Context) -> list[Pass]:
+        return [Pass(self.loss, trains=leaves.part(client.model, "extra"))]
+
+
+@pytest.mark.parametrize(("bn", "travels"), [("shared", 7), ("local", 2)])
+def test_a_part_that_was_asked_for_before_it_was_there_is_found(bn: str, travels: int, tiny: Federation) -> None:
+    """It is sent, trained, kept and averaged, and its batch norm follows the policy."""
+    loop = loop_for(Asking(), structure({"train": {"rounds": 1, "bn": bn}}, Config), tiny)
+    first = dict(loop.server)
+    assert len(first) == travels
+    assert all(name.startswith("extra.") for name in first)
+    assert loop.run([]) == "finished"
+    assert loop.server.keys() == first.keys()
+    assert not any(torch.equal(loop.server[name], first[name]) for name in first)
+    for state in loop.states.values():
+        assert state is not None
+        assert len([name for name in state if name.startswith("extra.")]) == 7
+        assert not torch.equal(state["extra.0.weight"], first["extra.0.weight"])
+        assert int(state["extra.1.num_batches_tracked"]) > 0
+
+
+def test_a_sealed_model_gets_no_more_parts() -> None:
+    """The promise of `seal`: leaves are looked up once, until the model is sealed anew."""
+    model = Parts(body=nn.Linear(1, 1))
+    assert leaves.part(leaves.seal(model), "head") == ()
+    model.head = nn.BatchNorm1d(1)
+    assert leaves.part(model, "head") == ()
+    assert len(leaves.part(leaves.seal(model), "head")) == len(leaves.norms(model)) == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "helper", "expected"),
+    [
+        ("mixed", lambda self, one, other: one, ".*mixed is "),
+        ("stays", lambda self: "nothing", ".*stays is "),
+        ("shared", lambda self, model: (), r"def shared\(self, model: "),
+        ("shared", lambda self, model, ctx, part: (), r"def shared\(self, model: "),
+        ("loss", property(lambda self: 0.0), r"def loss\(self, client: "),
+        ("encode", "gzip", r"def encode\(self, state: "),
+    ],
+    ids=["mixed", "stays", "shared-of-one", "shared-of-three", "loss", "encode"],
+)
+def test_a_helper_that_has_a_hooks_name_is_refused(name: str, helper: Any, expected: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^Own\.{name} has the name of a hook.*; expected {expected}.*another name"):
+        type("Own", (Method,), {name: helper})
+
+
+def test_a_hook_may_name_its_parameters_as_it_likes(tiny: Federation) -> None:
+    @dataclass(frozen=True)
+    class Own(Method):
+        stays = "the head"
+
+        @property
+        def mixed(self) -> bool:
+            return True
+
+        def shared(self, network: Net, where: Context) -> Collection[str]:
+            return self._body(network)
+
+        def loss(self, site: Client, images: Tensor, labels: Tensor, smoothing: float = 0.1) -> Tensor:
+            return cross_entropy(site.model(images), labels, label_smoothing=smoothing)
+
+        def _body(self, network: Net) -> Collection[str]:
+            return leaves.part(network, "body")
+
+    assert loop_for(Own(), structure({"train": {"rounds": 1}}, Config), tiny).run([]) == "finished"
+
+
+@dataclass(frozen=True)
+class Stepping(Method):
+    """FedAvg by a step of its own, which trains one part."""
+
+    part: str | None = "head"
+
+    def one_step(self, client: Client, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        self.loss(client, x, y).backward()
+        optimizer.step()
+
+    def passes(self, client: Client, ctx: Context) -> list[Pass]:
+        trains = leaves.everything(client.model) if self.part is None else leaves.part(client.model, self.part)
+        return [Pass(self.loss, "part", trains=trains, step=self.one_step)]
+
+
+def test_a_step_of_its_own_must_say_what_it_trains(client: Client) -> None:
+    method = Stepping()
+    with pytest.raises(ConfigError, match=r"pass 'mine' has a step of its own, so say what it trains: trains=leaves\."):
+        Pass(method.loss, "mine", step=method.one_step)
+    assert Pass(method.loss, "mine", trains=leaves.everything(client.model), step=method.one_step).step is not None
+    assert Pass(method.loss, "mine").trains is None
+
+
+@pytest.mark.parametrize("part", ["head", None])
+def test_norm_layers_outside_of_what_a_step_trains_stay_as_they_were(part: str | None, tiny: Federation) -> None:
+    method, config = Stepping(part), structure({"model": {"name": "lenet-bn"}, "train": {"rounds": 1}}, Config)
+    loop = loop_for(method, config, tiny)
+    result = client_round(Job(method, config, loop.info, tiny.clients["plain"], 0), None, loop.server)
+    assert isinstance(result, Result)
+    moved = {name for name, tensor in result.state.items() if not torch.equal(tensor, loop.server[name])}
+    model = loop.models[loop.info.arch]
+    assert set(leaves.parameters(model)) & set(leaves.part(model, "head")) <= moved
+    if part == "head":
+        assert leaves.norms(model)
+        assert moved <= set(leaves.part(model, "head"))
+    else:
+        assert set(leaves.norms(model)) <= moved
 
 
 # --- where a method comes from ---------------------------------------------------------------------------------------
@@ -631,7 +764,7 @@ def test_methods_are_short(file_name: str, most: int) -> None:
 
 @pytest.mark.parametrize("name", list(METHODS))
 def test_no_method_is_longer_than_a_page_or_two(name: str) -> None:
-    """One file a method, of at most 120 lines of code beside its imports."""
+    """One file per method, of at most 120 lines of code beside its imports."""
     file = METHOD_FILES / f"{name.replace('-', '_')}.py"
     assert METHODS[name].__module__ == f"fedprism.methods.{file.stem}"
     assert code_lines(file.read_text(encoding="utf-8"), imports=False) <= 120

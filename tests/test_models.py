@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from fedprism import FedProto, LGFedAvg, keys
 from fedprism.config import Config, ModelConfig, plain, structure
 from fedprism.errors import ConfigError, FedprismError
-from fedprism.federation import Federation, federation
+from fedprism.federation import Federation, make_federation
 from fedprism.methods.base import Method, leaves
 from fedprism.models import MODELS, Arch, Family, architectures, initialise, last_linear
 from fedprism.models.adapter import Pool
-from tests.helpers import loop_for
+from tests.harness import loop_for
 
 CLIENTS = ("plain", "tinted", "blurred")
 LAYERS = {"mlp": 3, "lenet-bn": 2, "cnn4": 2, "digit6": 3, "convnet-bn": 3}
@@ -519,7 +519,7 @@ def test_a_module_must_say_how_its_parameters_are_drawn() -> None:
             super().__init__()
             self.scale = nn.Parameter(torch.ones(1))
 
-    with pytest.raises(FedprismError, match=r"'gate.0' \(Bare\) holds parameters .* `reset_parameters`"):
+    with pytest.raises(FedprismError, match=r"'gate.0' \(Bare\) has parameters .* `reset_parameters`"):
         initialise(nn.Sequential(Bare()), 0, "gate")
     with pytest.raises(FedprismError, match="initialise, then move"):
         initialise(nn.Linear(2, 2, device="meta"), 0)
@@ -536,7 +536,7 @@ def test_a_family_of_a_users_own_must_fill_its_buffers(monkeypatch: pytest.Monke
             return [("flatten", nn.Flatten()), ("shift", Shift()), ("fc", nn.Linear(shape[0], classes))]
 
     monkeypatch.setitem(MODELS._items, "shifted", Shifted)
-    with pytest.raises(FedprismError, match=r"'shift' \(Shift\) holds buffers"):
+    with pytest.raises(FedprismError, match=r"'shift' \(Shift\) has buffers"):
         Arch("shifted", 2, (3, 1, 1)).model(0)
 
 
@@ -645,7 +645,7 @@ def test_a_map_names_every_client() -> None:
         ({"per_client": {"plian": "mlp"}}, "unknown client 'plian'. Did you mean 'plain'"),
         ({"per_client": ["mlp", {"width": 3}]}, "per_client of 'tinted' is .* mapping with a `name`"),
         ({"per_client": ["mlp", "cnn5"]}, "unknown model 'cnn5'"),
-        ({"per_client": ["mlp"], "width": 3}, "model.width stands beside model.per_client"),
+        ({"per_client": ["mlp"], "width": 3}, "model.width and model.per_client are both set"),
     ],
 )
 def test_mistakes_in_per_client(model: object, message: str) -> None:
@@ -722,9 +722,10 @@ def test_features_and_adapter_are_written_and_read() -> None:
 
 @pytest.fixture(scope="module")
 def three() -> Federation:
-    return federation("digits-skew", clients=3, seed=0, samples=20)
+    return make_federation("digits-skew", clients=3, seed=0, samples=20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", ["pool", "linear"])
 @pytest.mark.parametrize("method", [FedProto(), LGFedAvg(warmup=0)], ids=lambda method: method.id)
 def test_resnets_and_vision_transformers_train_together(method: Method, adapter: str, three: Federation) -> None:

@@ -17,16 +17,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedprism import api, keys
+from fedprism import api, explain, keys
 from fedprism.config import Config, ModelConfig, Named, structure
-from fedprism.engines.events import Callback, RoundRecord, Snapshot
 from fedprism.errors import ConfigError
 from fedprism.federation import Federation
 from fedprism.methods import make
 from fedprism.models import MODELS, Arch, architectures, named_arch, outside
 from fedprism.models.adapter import Pool2d
-from fedprism.report import explain
-from tests.helpers import Collect, loop_for, same
+from fedprism.round.events import Callback, RoundRecord, Snapshot
+from tests.harness import Collect, loop_for, same
 
 CLASSES = 10
 
@@ -262,13 +261,13 @@ def test_where_the_classifier_is_found() -> None:
     [
         (
             "squeezenet",
-            "handmade:squeezenet cannot be taken: its classifier is no fully connected layer",
+            "handmade:squeezenet cannot be used: its classifier is no fully connected layer",
         ),
         ("distilled", "its classifier is more than one layer; expected one fully connected layer with 10 outputs"),
-        ("tokens", "handmade:tokens cannot be taken: its scores are more than what its classifier makes"),
-        ("temperature", "handmade:temperature cannot be taken: its scores are more than what its classifier makes"),
-        ("unused", "handmade:unused cannot be taken: its scores are more than what its classifier makes"),
-        ("twice", "handmade:twice cannot be taken: its scores are more than what its classifier makes"),
+        ("tokens", "handmade:tokens cannot be used: its scores are not its classifier's output"),
+        ("temperature", "handmade:temperature cannot be used: its scores are not its classifier's output"),
+        ("unused", "handmade:unused cannot be used: its scores are not its classifier's output"),
+        ("twice", "handmade:twice cannot be used: its scores are not its classifier's output"),
         ("resnat", "handmade has no classification model 'resnat'. Nearest: resnet"),
     ],
 )
@@ -525,7 +524,7 @@ def test_it_trains_to_the_same_bits_twice_and_after_a_resume(
         return x, torch.arange(14) % 2
 
     federation = Federation.from_arrays({"north": site(0), "south": site(1)}, class_names=("a", "b"))
-    settings = [f"run.device={DEVICE}", "train.batch=4", "run.checkpoint_every=1", "train.optimizer.lr=0.001"]
+    settings = [f"run.device={DEVICE}", "train.batch_size=4", "run.checkpoint_every=1", "train.optimizer.lr=0.001"]
     ends = []
     for stops in (False, False, True):
         out, seen = tmp_path / "run", Collect()
@@ -550,13 +549,13 @@ def test_it_trains_to_the_same_bits_twice_and_after_a_resume(
         (
             "squeezenet1_0",
             (3, 32, 32),
-            "torchvision:squeezenet1_0 cannot be taken: its classifier is no fully connected layer",
+            "torchvision:squeezenet1_0 cannot be used: its classifier is no fully connected layer",
         ),
         ("resnet81", (3, 32, 32), "torchvision has no classification model 'resnet81'. Nearest: .*resnet18"),
         ("fasterrcnn_resnet50_fpn", (3, 32, 32), "torchvision has no classification model"),
         ("densenet121", (3, 8, 8), "torchvision:densenet121 cannot take images of 3 x 8 x 8"),
         ("vit_b_16", (3, 20, 20), "torchvision:vit_b_16 cannot take images of 3 x 20 x 20"),
-        ("resnet18", (1, 28, 28), "torchvision's models take 3 channels, and these images have 1; take one of timm"),
+        ("resnet18", (1, 28, 28), "torchvision's models take 3 channels, but these images have 1; use a timm model"),
     ],
 )
 def test_real_models_of_torchvision_that_are_refused(name: str, shape: tuple[int, ...], message: str) -> None:
@@ -569,7 +568,7 @@ def test_real_models_of_timm_that_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"timm has no classification model 'resnet81'. Nearest: .*resnet18"):
         Arch("timm:resnet81", CLASSES, (3, 32, 32))
     with pytest.raises(
-        ConfigError, match=r"timm:deit_tiny_distilled_patch16_224 cannot be taken: .* more than one layer"
+        ConfigError, match=r"timm:deit_tiny_distilled_patch16_224 cannot be used: .* more than one layer"
     ):
         Arch("timm:deit_tiny_distilled_patch16_224", CLASSES, (3, 32, 32))
     assert Arch("timm:resnet18", CLASSES, (1, 28, 28)).model(0)(torch.zeros(2, 1, 28, 28)).shape == (2, CLASSES)

@@ -9,17 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from fedprism import keys
+from fedprism import explain, keys
 from fedprism.config import Config, DataConfig, ModelConfig, Named, structure
-from fedprism.engines.events import RoundRecord
 from fedprism.errors import ConfigError
 from fedprism.federation import ClientData, Federation, Split
-from fedprism.methods import METHODS, make
+from fedprism.methods import make
 from fedprism.models import MODELS, Arch, architectures, named_arch
 from fedprism.models.adapter import Pool2d
 from fedprism.models.conv import Biased
-from fedprism.report import explain
-from tests.helpers import Collect, loop_for, same
+from fedprism.round.events import RoundRecord
+from tests.harness import Collect, by_method, loop_for, same
 
 LENGTH, WORDS, CLASSES = 12, 40, 4
 ALEXNET_CONVOLUTIONS = [(3, 64, 11), (64, 192, 5), (192, 384, 3), (384, 256, 3), (256, 256, 3)]
@@ -144,8 +143,8 @@ def test_a_pooling_before_its_relu_gives_the_same_bits(name: str, size: int) -> 
         loss = nn.functional.cross_entropy(scores, torch.arange(6) % 4)
         return [scores, *torch.autograd.grad(loss, list(model.parameters()))]
 
-    now, before = scores_and_gradients(False), scores_and_gradients(True)
-    assert all(torch.equal(one, two) for one, two in zip(now, before, strict=True))
+    ctx, before = scores_and_gradients(False), scores_and_gradients(True)
+    assert all(torch.equal(one, two) for one, two in zip(ctx, before, strict=True))
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
@@ -238,7 +237,7 @@ def texts() -> Federation:
 
 
 def settings(method: str, **others: Any) -> Config:
-    train = {"rounds": 4, "epochs": 4, "batch": 8, "optimizer": {"lr": 0.5}}
+    train = {"rounds": 4, "epochs": 4, "batch_size": 8, "optimizer": {"lr": 0.5}}
     # Their own weights are too much at this rate.
     weak = {"fedsce": {"mu": 0.1}, "feddyn": {"alpha": 0.1}, "pfedme": {"lam": 1.5, "personal_lr": 0.5}}
     named = {"name": method, **weak.get(method, {})}
@@ -257,7 +256,7 @@ def accuracy(record: RoundRecord) -> float:
     return sum(score.correct for score in scores) / sum(score.total for score in scores)
 
 
-@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize("method", by_method())
 def test_every_method_learns_texts_and_leaves_padding_zero(method: str, texts: Federation) -> None:
     seen = run(settings(method), texts)
     assert accuracy(seen.records[-1]) > 0.5  # by chance 0.25
@@ -287,12 +286,12 @@ def test_texts_train_to_the_same_bits_in_channels_last(texts: Federation) -> Non
 
 @pytest.mark.parametrize("name", [name for name, family in MODELS.items() if family.takes == "images"])
 def test_an_image_model_refuses_texts(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} takes images, and these data are texts; models for texts: fasttext"):
+    with pytest.raises(ConfigError, match=f"{name} takes images, but the data are texts; models for texts: fasttext"):
         Arch(name, 4, (200, 1000))
 
 
 def test_a_text_model_refuses_images() -> None:
-    message = "fasttext takes texts, and these data are images; models for images: .*lenet-bn.*vit-tiny"
+    message = "fasttext takes texts, but the data are images; models for images: .*lenet-bn.*vit-tiny"
     with pytest.raises(ConfigError, match=message):
         Arch("fasttext", 4, (3, 16, 16))
     with pytest.raises(ConfigError, match=message):
@@ -326,5 +325,5 @@ def test_explain_counts_bytes_of_texts() -> None:
     assert counted.first.down == counted.first.up == 4 * 3_157_508
     both = ModelConfig(per_client=["fasttext", {"name": "fasttext", "hidden": 8}])
     assert [each.arch.width for each in explain.traffic(make(Named("fedproto")), both, 4, 32, 3)] == [8, 8]
-    with pytest.raises(ConfigError, match="mlp takes images, and these data are texts"):
+    with pytest.raises(ConfigError, match="mlp takes images, but the data are texts"):
         explain.traffic(make(Named("fedproto")), ModelConfig(per_client=["fasttext", "mlp"]), 4, 32, 3)

@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 from fedprism.config import structure
-from fedprism.engines.client import Job, Result, client_round, make_info, open_slot
-from fedprism.engines.passes import inputs
 from fedprism.errors import ConfigError
 from fedprism.federation import Federation
-from fedprism.methods.base import Me, load
+from fedprism.methods.base import Client, load
 from fedprism.methods.fedavg import FedAvg
 from fedprism.methods.moon import MOON, contrast
-from tests.helpers import same
-from tests.test_limit_cases import Trained, config_of, part, train
+from fedprism.round.client import Job, client_round, make_info, open_slot
+from fedprism.round.engine import Result
+from fedprism.round.training import model_inputs
+from tests.harness import Trained, config_of, part, same, train
 
-FEW = {"participation": 0.67}  # two of three clients a round
+FEW = {"participation": 0.67}  # two of three clients per round
 
 
 def unit(degrees: float) -> Tensor:
@@ -88,8 +88,8 @@ def test_the_term_is_finite_without_features_and_in_low_precision(tau: float) ->
 def test_without_the_term_it_is_fedavg(clients: dict[str, Any], tiny: Federation) -> None:
     free, average, drawn = (train(method, tiny, clients=clients) for method in (MOON(mu=0.0), FedAvg(), MOON()))
     assert same(part(free.server, "net."), average.server)
-    for client, state in free.states.items():
-        assert same(part(state, "net."), average.states[client])
+    for client_id, state in free.states.items():
+        assert same(part(state, "net."), average.states[client_id])
     assert free.correct() == average.correct()
     assert not same(part(drawn.server, "net."), average.server)
 
@@ -110,12 +110,12 @@ def test_every_layer_of_the_body_feels_the_term(tiny: Federation) -> None:
     gradients = []
     for mu in (0.0, 1.0):
         job = Job(MOON(mu=mu), config_of(), run.loop.info, data, 2)
-        me = open_slot(job)
-        load(me.model, run.states["plain"])
-        me.freeze("received", me.model.net.body, part(run.server, "net.body."))
-        me.model.previous.eval()
-        job.method.loss(me, inputs(data.train.x[:12], job.config), data.train.y[:12]).backward()
-        gradients.append({name: parameter.grad for name, parameter in me.model.named_parameters()})
+        client = open_slot(job)
+        load(client.model, run.states["plain"])
+        client.freeze("received", client.model.net.body, part(run.server, "net.body."))
+        client.model.previous.eval()
+        job.method.loss(client, model_inputs(data.train.x[:12], job.config), data.train.y[:12]).backward()
+        gradients.append({name: parameter.grad for name, parameter in client.model.named_parameters()})
     without, drawn = gradients
     for name, gradient in drawn.items():
         if name.startswith("previous."):
@@ -129,9 +129,9 @@ def test_every_layer_of_the_body_feels_the_term(tiny: Federation) -> None:
 def test_the_previous_model_is_the_clients_own_last_one(tiny: Federation) -> None:
     """A client that takes part has its trained body there; one that does not keeps what it has."""
     run = train(MOON(), tiny, clients=FEW)
-    trained = {client for record in run.seen.records for client in record.cohort}
-    for client in trained:
-        state = run.states[client]
+    trained = {client_id for record in run.seen.records for client_id in record.cohort}
+    for client_id in trained:
+        state = run.states[client_id]
         assert bool(state["own.trained"])
         assert same(part(state, "previous."), part(state, "net.body."))
         assert not same(part(state, "previous."), part(run.server, "net.body."))
@@ -141,15 +141,15 @@ def test_the_previous_model_is_the_clients_own_last_one(tiny: Federation) -> Non
 def test_before_its_first_training_a_client_has_the_received_model_for_a_previous_one(
     broadcast: str, tiny: Federation
 ) -> None:
-    """Then the term is log 2 in its first round, however late that is; who was told before has not trained either."""
+    """Then the term is log 2 in its first round, however late that is: to receive is not to train."""
     clients = {**FEW, "broadcast": broadcast, "train": "participants"}
     run = train(MOON(), tiny, train={"rounds": 4}, clients=clients)
     cohorts = [record.cohort for record in run.seen.records[1:]]
     assert set(cohorts[0]) != set().union(*cohorts)
     for number, record in enumerate(run.seen.records[1:]):
-        for client in record.cohort:
-            first = not any(client in before for before in cohorts[:number])
-            assert (record.logs[client]["contrast"] == pytest.approx(math.log(2), abs=1e-6)) == first
+        for client_id in record.cohort:
+            first = not any(client_id in before for before in cohorts[:number])
+            assert (record.logs[client_id]["contrast"] == pytest.approx(math.log(2), abs=1e-6)) == first
 
 
 def test_a_newcomer_trains_as_with_fedavg(tiny: Federation) -> None:
@@ -168,10 +168,10 @@ MODES: list[tuple[bool, ...]] = []
 
 @dataclass(frozen=True)
 class Watched(MOON):
-    def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
-        bodies = (me.model.net.body, me["received"], me.model.previous)
+    def loss(self, client: Client, x: Tensor, y: Tensor) -> Tensor:
+        bodies = (client.model.net.body, client["received"], client.model.previous)
         MODES.append(tuple(body.bn1.training for body in bodies))
-        return super().loss(me, x, y)
+        return super().loss(client, x, y)
 
 
 def test_frozen_models_run_in_eval_mode(tiny: Federation) -> None:
@@ -181,7 +181,7 @@ def test_frozen_models_run_in_eval_mode(tiny: Federation) -> None:
     assert set(MODES) == {(True, False, False)}
     counter = "body.bn1.num_batches_tracked"
     average = train(FedAvg(), tiny)
-    assert all(state[f"net.{counter}"] == average.states[client][counter] for client, state in run.states.items())
+    assert all(state[f"net.{counter}"] == average.states[client_id][counter] for client_id, state in run.states.items())
 
 
 # --- the projection --------------------------------------------------------------------------------------------------

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from fedprism.config import Config, structure
-from fedprism.engines.client import Job, Result, client_evaluate, client_receive, client_round, not_finite
-from fedprism.engines.loop import Loop
 from fedprism.federation import Federation
 from fedprism.methods import METHODS
-from fedprism.methods.base import Now, State, Upload
-from tests.helpers import loop_for, same
+from fedprism.methods.base import Context, State, Upload
+from fedprism.methods.states import not_finite
+from fedprism.round.client import Job, client_evaluate, client_receive, client_round
+from fedprism.round.engine import Result
+from fedprism.round.loop import Loop
+from tests.harness import by_method, loop_for, same
 
 NEW = "new"
 ROUNDS = 2  # that are over when somebody new comes
@@ -26,14 +28,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lg-fedavg": {"warmup": 1},
 }
 
-every_method = pytest.mark.parametrize("name", list(METHODS))
+every_method = pytest.mark.parametrize("name", by_method())
 Trained = Callable[[str], Loop]
 
 
 def config_of(schedule: Any = "none") -> Config:
     raw = {
         "model": {"name": "mlp", "hidden": [16, 8]},
-        "train": {"rounds": ROUNDS + 2, "batch": 16, "schedule": schedule},
+        "train": {"rounds": ROUNDS + 2, "batch_size": 16, "schedule": schedule},
         "evaluate": {"moments": ["received", "adapted"], "splits": ["train"]},
     }
     return structure(raw, Config)
@@ -59,10 +61,10 @@ def trained(tiny: Federation) -> Trained:
     return cache(run)
 
 
-def job_of(loop: Loop, client: str, round: int = ROUNDS, config: Config | None = None) -> Job:
+def job_of(loop: Loop, client_id: str, round: int = ROUNDS, config: Config | None = None) -> Job:
     """A client's work where one has come later; that one has the images of a member."""
-    info, of = replace(loop.info, later=(NEW,)), "textured" if client == NEW else client
-    data = replace(loop.federation.clients[of], name=client)
+    info, of = replace(loop.info, later=(NEW,)), "textured" if client_id == NEW else client_id
+    data = replace(loop.federation.clients[of], name=client_id)
     return Job(loop.method, config or loop.config, info, data, round)
 
 
@@ -73,8 +75,9 @@ def job_of(loop: Loop, client: str, round: int = ROUNDS, config: Config | None =
 def test_a_newcomer_adapts_at_the_full_rate(name: str, trained: Trained) -> None:
     """When a schedule has ended it learns what it would have learned without one."""
     loop = trained(name)
-    down = loop.method.encode(loop.method.send(loop.server, None, loop.now(ROUNDS)), loop.now(ROUNDS))
-    plain, ended = (client_evaluate(job_of(loop, NEW, config=config), None, down) for config in SCHEDULES)
+    ctx = loop.context(ROUNDS)
+    download = loop.method.encode(loop.method.send(loop.server, None, ctx), ctx)
+    plain, ended = (client_evaluate(job_of(loop, NEW, config=config), None, download) for config in SCHEDULES)
     assert ended["received"] == plain["received"] != plain["adapted"]
     assert ended["adapted"] == plain["adapted"]
 
@@ -91,19 +94,19 @@ def test_a_member_that_has_never_trained_adapts_at_the_full_rate(name: str, tiny
 
 def take_part(loop: Loop, server: State, states: dict[str, State | None], round: int) -> list[Upload]:
     """What these clients send in a round, sent for by their names; their states become the new ones."""
-    method, now, uploads = loop.method, later(loop, round), []
-    for client, state in states.items():
-        there = now.but(client=client)
-        down = method.encode(method.send(server, client, there), there)
-        result = client_round(job_of(loop, client, round), state, down)
+    method, ctx, uploads = loop.method, later(loop, round), []
+    for client_id, state in states.items():
+        there = ctx.replace(client_id=client_id)
+        download = method.encode(method.send(server, client_id, there), there)
+        result = client_round(job_of(loop, client_id, round), state, download)
         assert isinstance(result, Result)
-        states[client] = result.state
-        uploads.append(Upload(client, result.samples, method.decode(result.upload, there)))
+        states[client_id] = result.state
+        uploads.append(Upload(client_id, result.samples, method.decode(result.upload, there)))
     return uploads
 
 
-def later(loop: Loop, round: int) -> Now:
-    return loop.now(round).but(info=replace(loop.info, later=(NEW,)))
+def later(loop: Loop, round: int) -> Context:
+    return loop.context(round).replace(info=replace(loop.info, later=(NEW,)))
 
 
 @every_method
@@ -124,23 +127,23 @@ def test_a_newcomer_takes_part(name: str, trained: Trained) -> None:
 def test_a_server_that_keeps_what_each_sent_keeps_nothing_of_a_newcomer(name: str, trained: Trained) -> None:
     loop = trained(name)
     server, states = loop.server, {"plain": loop.states["plain"], NEW: None}
-    uploads, now = take_part(loop, server, states, ROUNDS), later(loop, ROUNDS)
-    assert same(loop.method.aggregate(server, uploads[1:], now), server)
-    both, member = (loop.method.aggregate(server, some, now) for some in (uploads, uploads[:1]))
+    uploads, ctx = take_part(loop, server, states, ROUNDS), later(loop, ROUNDS)
+    assert same(loop.method.aggregate(server, uploads[1:], ctx), server)
+    both, member = (loop.method.aggregate(server, some, ctx) for some in (uploads, uploads[:1]))
     assert same(both, member)
     assert not same(member, server)
 
 
 def test_a_newcomer_of_fedfomo_begins_with_a_mean(trained: Trained) -> None:
     """Sent for by its name it gets models of members, and begins with their mean, not with a model nobody trained."""
-    loop, now = trained("fedfomo"), later(trained("fedfomo"), ROUNDS).but(client=NEW)
-    down = loop.method.send(loop.server, NEW, now)
-    assert len(down) == len(loop.info.clients) * len(now.shared)  # as few as there are, each is sent
-    begun = client_receive(job_of(loop, NEW), None, down)
-    means = {n: sum(loop.server[f"of.{c}/{n}"] for c in loop.info.clients) / len(loop.info.clients) for n in now.shared}
+    loop, ctx = trained("fedfomo"), later(trained("fedfomo"), ROUNDS).replace(client_id=NEW)
+    download = loop.method.send(loop.server, NEW, ctx)
+    assert len(download) == len(loop.info.clients) * len(ctx.shared)  # as few as there are, each is sent
+    begun = client_receive(job_of(loop, NEW), None, download)
+    means = {n: sum(loop.server[f"of.{c}/{n}"] for c in loop.info.clients) / len(loop.info.clients) for n in ctx.shared}
     for n, expected in means.items():
         torch.testing.assert_close(begun[n], torch.as_tensor(expected))
-    again = client_receive(job_of(loop, NEW), begun, {n: t + 1 for n, t in down.items()})
+    again = client_receive(job_of(loop, NEW), begun, {n: t + 1 for n, t in download.items()})
     assert same(again, begun)  # from then on they are mixed in before training
 
 
@@ -149,11 +152,11 @@ def test_a_newcomers_head_counts_in_lg_fedavg(trained: Trained) -> None:
     loop = trained("lg-fedavg")
     states: dict[str, State | None] = {NEW: None}
     first = take_part(loop, loop.server, states, ROUNDS)
-    now = later(loop, ROUNDS + 1).but(client=NEW)
+    ctx = later(loop, ROUNDS + 1).replace(client_id=NEW)
     server = loop.method.aggregate(loop.server, first, later(loop, ROUNDS))
     assert torch.equal(server["head.fc3.weight"], first[0].state["head.fc3.weight"])
-    down = loop.method.send(server, NEW, now)
-    assert down.keys() == server.keys() - {"started"}
-    own = client_receive(job_of(loop, NEW, ROUNDS + 1), states[NEW], down)
+    download = loop.method.send(server, NEW, ctx)
+    assert download.keys() == server.keys() - {"started"}
+    own = client_receive(job_of(loop, NEW, ROUNDS + 1), states[NEW], download)
     assert torch.equal(own["body.fc1.weight"], (states[NEW] or {})["body.fc1.weight"])
     assert not torch.equal(own["body.fc1.weight"], server["body.fc1.weight"])

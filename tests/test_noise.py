@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from fedprism.config import Config, structure
-from fedprism.engines.noise import BLOCK, Noise
 from fedprism.federation import Federation
-from fedprism.methods.base import Me, Method, Now, Pass, State
+from fedprism.methods.base import Client, Context, Method, Pass, State
 from fedprism.methods.ditto import Ditto
 from fedprism.methods.fedavg import FedAvg
 from fedprism.methods.fedbn import FedBN
@@ -23,14 +22,15 @@ from fedprism.methods.fedper import FedPer
 from fedprism.methods.fedprox import FedProx
 from fedprism.methods.fedrep import FedRep
 from fedprism.methods.local import Local
-from tests.helpers import CPU, loop_for, same
+from fedprism.round.noise import BLOCK, Noise
+from tests.harness import BESIDE, loop_for, same
 
 STEPS = 2 * BLOCK + 3
 SHAPES = [(), (1,), (6,), (2, 3), (3, 2), (23,)]
 
 
 def noise(*purpose: int | str) -> Noise:
-    return Noise(CPU, 0, "noise", *purpose)
+    return Noise(BESIDE, 0, "noise", *purpose)
 
 
 # --- what it depends on ----------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def test_noise_of_some_steps_at_once_is_that_of_each(chunk: int, dtype: torch.dt
 
 
 def config_of(**sections: Any) -> Config:
-    train = {"rounds": 2, "epochs": 2, "batch": 2, **sections.pop("train", {})}
+    train = {"rounds": 2, "epochs": 2, "batch_size": 2, **sections.pop("train", {})}
     raw = {"model": {"name": "mlp", "hidden": [8]}, "evaluate": {"splits": ["test"]}, "train": train, **sections}
     return structure(raw, Config)
 
@@ -128,11 +128,12 @@ def drawn_in(config: Config, federation: Federation, *more: Pass) -> dict[tuple[
 
     @dataclass(frozen=True)
     class Noisy(Method):
-        def passes(self, me: Me, now: Now) -> list[Pass]:
-            def watch(name: str) -> Callable[[Me, Tensor, Tensor], Tensor]:
-                def loss(me: Me, x: Tensor, y: Tensor) -> Tensor:
-                    drawn.setdefault((now.round, now.client or "", name), []).append(me.draw("mask", len(x), 3).clone())
-                    return self.loss(me, x, y)
+        def passes(self, client: Client, ctx: Context) -> list[Pass]:
+            def watch(name: str) -> Callable[[Client, Tensor, Tensor], Tensor]:
+                def loss(client: Client, x: Tensor, y: Tensor) -> Tensor:
+                    mask = client.draw("mask", len(x), 3).clone()
+                    drawn.setdefault((ctx.round, ctx.client_id or "", name), []).append(mask)
+                    return self.loss(client, x, y)
 
                 return loss
 
@@ -143,14 +144,14 @@ def drawn_in(config: Config, federation: Federation, *more: Pass) -> dict[tuple[
 
 
 def test_passes_draw_by_round_client_pass_epoch_and_step(tiny: Federation) -> None:
-    """40 images in batches of 2, so more steps an epoch than a block has; and of 3, where the last one has 4."""
+    """40 images in batches of 2, so more steps per epoch than a block has; and of 3, where the last one has 4."""
     for batch, sizes in ((2, [2] * 20), (3, [3] * 12 + [4])):
-        drawn = drawn_in(config_of(seed=5, train={"batch": batch}), tiny)
+        drawn = drawn_in(config_of(seed=5, train={"batch_size": batch}), tiny)
         assert len(drawn) == 2 * 3 * 2
-        for (round, client, name), found in drawn.items():
+        for (round, client_id, name), found in drawn.items():
             epochs = [sizes, sizes] if name == "train" else [[40]]
             expected = [
-                Noise(CPU, 5, "noise", round, client, name, epoch).at(step)("mask", size, 3)
+                Noise(BESIDE, 5, "noise", round, client_id, name, epoch).at(step)("mask", size, 3)
                 for epoch, cut in enumerate(epochs)
                 for step, size in enumerate(cut)
             ]
@@ -161,8 +162,8 @@ def test_passes_draw_by_round_client_pass_epoch_and_step(tiny: Federation) -> No
 
 
 def test_a_pass_draws_the_same_whatever_else_is_trained(tiny: Federation) -> None:
-    def other(me: Me, x: Tensor, y: Tensor) -> Tensor:
-        return me.model(x).square().mean() * me.draw("mask", len(x), 3).mean()
+    def other(client: Client, x: Tensor, y: Tensor) -> Tensor:
+        return client.model(x).square().mean() * client.draw("mask", len(x), 3).mean()
 
     alone = drawn_in(config_of(), tiny)
     after = drawn_in(config_of(), tiny, Pass(other, "other", epochs=3))

@@ -18,7 +18,7 @@ from fedprism.config import Named
 from fedprism.data import Dataset
 from fedprism.data.base import Level
 from fedprism.errors import ConfigError, DataError
-from fedprism.federation import PARTITIONS, Partition, Share, federation
+from fedprism.federation import PARTITIONS, Partition, Share, make_federation
 from fedprism.federation.partitions import at_least_one, partition_of, whole
 from fedprism.federation.splits import Indices
 
@@ -216,7 +216,7 @@ def test_who_trains_is_tested(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(set(PARTITIONS) - {"pachinko", "superclass"}))
 def test_every_partition_makes_a_federation(name: str) -> None:
     settings = {**FIXED[name], "clients": 5} | ({"classes": 5} if name == "pathological" else {})
-    made = federation("digits-skew", partition={"name": name, **settings}, split={"test": 0.25})
+    made = make_federation("digits-skew", partition={"name": name, **settings}, split={"test": 0.25})
     assert len(made.clients) == 5
     held = made.left_out + sum(len(c.split(p)) for c in made.clients.values() for p in ("train", "validation", "test"))
     assert held == 1797
@@ -266,7 +266,12 @@ def test_settings_are_checked_where_they_are_read() -> None:
         ("pathological", {"clients": 2}, ConfigError, "clients is 2, .* to nobody; ask for at least 3 clients"),
         ("pathological", {"classes": 4}, ConfigError, "need a divisor of the 6 classes; .*rule: slots"),
         ("pathological", {"clients": 4}, ConfigError, "leaves the last without clients; ask for 3 or 5 clients"),
-        ("pathological", {"clients": 300}, DataError, "class 'class0' of 'made' has 48 images to train 100 clients on"),
+        (
+            "pathological",
+            {"clients": 300},
+            DataError,
+            "class 'class0' of 'made' has 48 training images for 100 clients",
+        ),
         ("dirichlet", {"clients": 30}, DataError, "30 clients cannot have 10 images each: there are 288 images"),
         (
             "dirichlet",
@@ -276,8 +281,8 @@ def test_settings_are_checked_where_they_are_read() -> None:
         ),
         ("pachinko", {"clients": 5, "each": 60}, DataError, "5 clients of 60 images need 300, but 'made' has 288"),
         ("pachinko", {"clients": 289}, DataError, "289 clients of 1 images need 289"),
-        ("superclass", {"clients": 3}, ConfigError, "has 2 subclasses, one a client; ask for a multiple of 2"),
-        ("superclass", {"clients": 50}, DataError, "has 24 images to train 25 clients on; ask for at most 48 clients"),
+        ("superclass", {"clients": 3}, ConfigError, "has 2 subclasses, one per client; ask for a multiple of 2"),
+        ("superclass", {"clients": 50}, DataError, "has 24 training images for 25 clients; ask for at most 48 clients"),
         ("both", {"clients": 3}, ConfigError, "clients is 3, but 'made' has 2 domains; .* a multiple of 2"),
         ("both", {"keep": 3}, ConfigError, "keep is 3, but there are 3 parts, counted from 0; ask for at most 2"),
         ("both", {"least": 9}, DataError, "'domain0' has 20 images of class 'class0', .* never left 9 in each of 3"),
@@ -706,18 +711,18 @@ def test_superclass_with_all_test_images_of_its_subclasses() -> None:
 
 
 def test_all_test_images_need_a_test_part() -> None:
-    with pytest.raises(ConfigError, match=r"test is all, .* data\.split\.test cuts one anew"):
+    with pytest.raises(ConfigError, match=r"test is all, .* data\.split\.test replaces it"):
         dealt("superclass", dataset_of(3, 40), clients=2, test="all")
 
 
 def test_dirichlet_draws_until_enough_is_left_to_train_on() -> None:
-    """`least_train` is what a client must be dealt, here more than `least`."""
-    dataset = replace(dataset_of(4, 200), least_train=60)
+    """`min_train` is what a client must be dealt, here more than `least`."""
+    dataset = replace(dataset_of(4, 200), min_train=60)
     for seed in range(5):
         assert min(len(share.indices) for share in dealt("dirichlet", dataset, seed, clients=5, alpha=0.5)) >= 60
     most = len(dataset) // 5
     with pytest.raises(DataError, match=rf"fewer than {most} images; .* give less to data\.split"):
-        dealt("dirichlet", replace(dataset, least_train=most), clients=5, alpha=0.1)
+        dealt("dirichlet", replace(dataset, min_train=most), clients=5, alpha=0.1)
 
 
 def test_both_with_several_clients_a_domain() -> None:

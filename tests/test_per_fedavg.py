@@ -12,20 +12,19 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fedprism.config import Config, TrainConfig, structure
-from fedprism.engines.client import Job, make_info, make_now, open_slot
-from fedprism.engines.cuda_graphs import CudaGraphs
+from fedprism.engines.cuda.engine import CudaGraphs
 from fedprism.engines.inprocess import InProcess
-from fedprism.engines.passes import inputs, run_pass
 from fedprism.federation import Federation
 from fedprism.methods import METHODS
-from fedprism.methods.base import Me, Method, Now, Pass
+from fedprism.methods.base import Client, Context, Method, Pass
 from fedprism.methods.fedavg import FedAvg
 from fedprism.methods.per_fedavg import PerFedAvg, cut
 from fedprism.methods.states import steered
-from tests.helpers import cut as cut_clients
-from tests.helpers import same
-from tests.test_limit_cases import MLP, assert_differ, assert_same, config_of, train
-from tests.test_replay import trained as engine_run
+from fedprism.round.client import Job, make_context, make_info, open_slot
+from fedprism.round.client import train as run_passes
+from fedprism.round.training import model_inputs
+from tests.harness import MLP, assert_differ, assert_same, config_of, engine_run, same, train
+from tests.harness import cut as cut_clients
 
 HF: dict[str, Any] = {"variant": "hessian-free"}
 
@@ -36,20 +35,20 @@ class SecondBatches(FedAvg):
 
     weighting = "uniform"
 
-    def passes(self, me: Me, now: Now) -> list[Pass]:
-        return [Pass(self.loss, batch=2 * now.train.batch, least=4)]
+    def passes(self, client: Client, ctx: Context) -> list[Pass]:
+        return [Pass(self.loss, batch_size=2 * ctx.train.batch_size, min_batch=4)]
 
-    def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
+    def loss(self, client: Client, x: Tensor, y: Tensor) -> Tensor:
         half = len(x) // 2
-        return super().loss(me, x[half:], y[half:])
+        return super().loss(client, x[half:], y[half:])
 
 
 @dataclass(frozen=True)
 class OneOfTwo(SecondBatches):
     """The same for batches of one image."""
 
-    def passes(self, me: Me, now: Now) -> list[Pass]:
-        return [Pass(self.loss, batch=2)]
+    def passes(self, client: Client, ctx: Context) -> list[Pass]:
+        return [Pass(self.loss, batch_size=2)]
 
 
 # --- the meta-gradient -----------------------------------------------------------------------------------------------
@@ -71,14 +70,14 @@ def test_batch_norm_counts_first_batches_too(tiny: Federation) -> None:
 
 
 @pytest.fixture
-def smooth() -> Iterator[Me]:
+def smooth() -> Iterator[Client]:
     """A network without a kink, in double precision."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-    yield Me(net, TrainConfig(), None)  # type: ignore[arg-type]
+    yield Client(net, TrainConfig(), None)  # type: ignore[arg-type]
     torch.set_default_dtype(before)
 
 
@@ -86,28 +85,28 @@ def batch(rows: int) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, 4, generator=torch.Generator().manual_seed(1)), torch.arange(rows) % 3
 
 
-def exact(me: Me, x: Tensor, y: Tensor, alpha: float, hessian: bool) -> list[Tensor]:
+def exact(client: Client, x: Tensor, y: Tensor, alpha: float, hessian: bool) -> list[Tensor]:
     """g' - alpha H(w; B3) g' by a second backward pass, on thirds of the batch (or halves)."""
-    w = list(me.model.parameters())
+    w = list(client.model.parameters())
     xs, ys = (each.chunk(3 if hessian else 2) for each in (x, y))
-    inner = torch.autograd.grad(cross_entropy(me.model(xs[0]), ys[0]), w)
+    inner = torch.autograd.grad(cross_entropy(client.model(xs[0]), ys[0]), w)
     before = [p.detach().clone() for p in w]
     with torch.no_grad():
         for p, g in zip(w, inner, strict=True):
             p.sub_(alpha * g)
-    outer = torch.autograd.grad(cross_entropy(me.model(xs[1]), ys[1]), w)
+    outer = torch.autograd.grad(cross_entropy(client.model(xs[1]), ys[1]), w)
     with torch.no_grad():
         for p, value in zip(w, before, strict=True):
             p.copy_(value)
     if not hessian:
         return list(outer)
-    slopes = torch.autograd.grad(cross_entropy(me.model(xs[2]), ys[2]), w, create_graph=True)
+    slopes = torch.autograd.grad(cross_entropy(client.model(xs[2]), ys[2]), w, create_graph=True)
     along = torch.stack([(s * g).sum() for s, g in zip(slopes, outer, strict=True)]).sum()
     return [g - alpha * h for g, h in zip(outer, torch.autograd.grad(along, w), strict=True)]
 
 
 @pytest.mark.parametrize("variant", ["first-order", "hessian-free"])
-def test_gradients_are_the_exact_ones(variant: Any, smooth: Me) -> None:
+def test_gradients_are_the_exact_ones(variant: Any, smooth: Client) -> None:
     x, y = batch(12)
     hessian = variant == "hessian-free"
     loss = PerFedAvg(variant=variant, alpha=0.5, delta=1e-4).loss(smooth, x, y)
@@ -121,16 +120,16 @@ def test_gradients_are_the_exact_ones(variant: Any, smooth: Me) -> None:
     assert float(loss.detach()) == pytest.approx(after_a_step(smooth, x, y, 0.5, 3 if hessian else 2))
 
 
-def after_a_step(me: Me, x: Tensor, y: Tensor, alpha: float, parts: int) -> float:
+def after_a_step(client: Client, x: Tensor, y: Tensor, alpha: float, parts: int) -> float:
     """The loss on the second batch after a step on the first."""
     xs, ys = x.chunk(parts), y.chunk(parts)
-    names = [n for n, _ in me.model.named_parameters()]
-    found = torch.autograd.grad(cross_entropy(me.model(xs[0]), ys[0]), list(me.model.parameters()))
-    moved = {n: p - alpha * g for n, p, g in zip(names, me.model.parameters(), found, strict=True)}
-    return float(cross_entropy(torch.func.functional_call(me.model, moved, (xs[1],)), ys[1]).detach())
+    names = [n for n, _ in client.model.named_parameters()]
+    found = torch.autograd.grad(cross_entropy(client.model(xs[0]), ys[0]), list(client.model.parameters()))
+    moved = {n: p - alpha * g for n, p, g in zip(names, client.model.parameters(), found, strict=True)}
+    return float(cross_entropy(torch.func.functional_call(client.model, moved, (xs[1],)), ys[1]).detach())
 
 
-def test_the_finite_difference_gets_better_with_delta(smooth: Me) -> None:
+def test_the_finite_difference_gets_better_with_delta(smooth: Client) -> None:
     """By the square of it, as a central one does; one-sided it would be ten times as good, not a hundred times."""
     x, y = batch(12)
     errors = []
@@ -178,7 +177,7 @@ def test_the_smallest_clients_train(settings: dict[str, Any], last: str, tiny: F
 
 
 def test_batches_of_one_image_stay_apart_without_batch_norm(tiny: Federation) -> None:
-    sites, one = cut_clients(tiny, (4, 6, 8)), {"rounds": 1, "batch": 1}
+    sites, one = cut_clients(tiny, (4, 6, 8)), {"rounds": 1, "batch_size": 1}
     apart, half = (train(each, sites, model=MLP, train=one) for each in (PerFedAvg(alpha=0.0), OneOfTwo()))
     assert same(apart.server, half.server)
 
@@ -186,20 +185,20 @@ def test_batches_of_one_image_stay_apart_without_batch_norm(tiny: Federation) ->
 def test_a_rest_that_is_too_small_joins_the_batch_before(tiny: Federation) -> None:
     """In batches of 2 x 10 images: one or three more join it, since parts of two need four; four are a second step."""
     sites = cut_clients(tiny, (21, 23, 24))
-    run = train(PerFedAvg(), sites, train={"rounds": 1, "batch": 10})
+    run = train(PerFedAvg(), sites, train={"rounds": 1, "batch_size": 10})
     (counter, *_) = (n for n in run.server if n.endswith("num_batches_tracked"))
-    assert [int(run.states[client][counter]) for client in sites.names] == [2, 2, 4]
+    assert [int(run.states[client_id][counter]) for client_id in sites.names] == [2, 2, 4]
 
 
 # --- the step before a test ------------------------------------------------------------------------------------------
 
 
-def slot(method: Method, tiny: Federation, round: int, **sections: Any) -> tuple[Me, Now, Job]:
+def slot(method: Method, tiny: Federation, round: int, **sections: Any) -> tuple[Client, Context, Job]:
     config = config_of(model=MLP, **sections)
     info = make_info(config, tiny.names, tiny.classes, tiny.shape)
     job = Job(method, config, info, tiny.clients["plain"], round)
-    me = open_slot(job)
-    return me, make_now(method, config, info, me.model, round, "plain", data=job.data), job
+    client = open_slot(job)
+    return client, make_context(method, config, info, client.model, round, "plain", data=job.data), job
 
 
 ADAM = {"name": "adam", "weight_decay": 0.1}
@@ -209,24 +208,23 @@ ADAM = {"name": "adam", "weight_decay": 0.1}
 def test_adaptation_is_plain_steps_of_rate_alpha(training: dict[str, Any], tiny: Federation) -> None:
     """Whatever the optimiser, the schedule and the clipping are: they are of the outer steps."""
     assert METHODS["per-fedavg"].moment == "adapted"
-    me, now, job = slot(PerFedAvg(alpha=0.2, adapt_steps=3), tiny, 2, train={**training, "batch": 64})  # one batch
+    one_batch = {**training, "batch_size": 64}
+    client, ctx, job = slot(PerFedAvg(alpha=0.2, adapt_steps=3), tiny, 2, train=one_batch)
     net = job.info.arch.model(0)
     for _ in range(3):
-        loss = cross_entropy(net(inputs(job.data.train.x, job.config)), job.data.train.y)
+        loss = cross_entropy(net(model_inputs(job.data.train.x, job.config)), job.data.train.y)
         slopes = torch.autograd.grad(loss, list(net.parameters()))
         with torch.no_grad():
             for p, g in zip(net.parameters(), slopes, strict=True):
                 p.sub_(0.2 * g)
-    for each in job.method.adapt(me, now):
-        for _ in run_pass(me, each, now, job.config):
-            pass
-    for p, q in zip(me.model.parameters(), net.parameters(), strict=True):
+    run_passes(client, job, ctx, job.method.adapt(client, ctx))
+    for p, q in zip(client.model.parameters(), net.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
-    assert me.counts == {"loss/adapt": 3}
+    assert client.log_counts == {"loss/adapt": 3}
 
 
-def test_steps_without_clipping_are_recorded(unequal: Federation) -> None:
-    train, evaluate = {"rounds": 1, "batch": 8, "clip": 0.1}, {"moments": ["received", "adapted"]}
+def test_steps_without_clipping_are_captured(unequal: Federation) -> None:
+    train, evaluate = {"rounds": 1, "batch_size": 8, "clip": 0.1}, {"moments": ["received", "adapted"]}
     config = structure({"train": train, "evaluate": evaluate}, Config)
     (_, seen), (loop, replayed) = (
         engine_run(kind, PerFedAvg(adapt_steps=3), config, unequal) for kind in (InProcess, CudaGraphs)
@@ -239,8 +237,8 @@ def test_every_client_adapts_to_its_own_images(tiny: Federation) -> None:
     moments = {"splits": ["train"], "moments": ["received", "adapted", "global"]}
     run = train(PerFedAvg(alpha=0.2), tiny, model=MLP, evaluate=moments)
     record = run.seen.records[-1]
-    for client in tiny.names:
+    for client_id in tiny.names:
         received, adapted, common = (
-            record.scores[moment]["train"][client].loss for moment in ("received", "adapted", "global")
+            record.scores[moment]["train"][client_id].loss for moment in ("received", "adapted", "global")
         )
         assert adapted < received == common

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from fedprism import api
 from fedprism.config import Config, structure
 from fedprism.records import Protocol, outcome
 
 
+@pytest.mark.slow
 def test_fedbn_is_five_points_above_local_over_three_seeds_and_fedavg_falls_behind(tmp_path: Path) -> None:
     config = structure({"evaluate": {"every": 5, "moments": ["received"]}}, Config)  # fewer tests, in half the time
     runs = api.compare(config, ["local", "fedavg", "fedbn"], [0, 1, 2], "x", out=tmp_path)

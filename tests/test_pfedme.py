@@ -8,29 +8,17 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from fedprism.engines.client import (
-    Job,
-    Result,
-    _adapt,
-    _enter,
-    client_evaluate,
-    client_receive,
-    client_round,
-    finish,
-    make_info,
-    open_slot,
-    take,
-)
-from fedprism.engines.passes import inputs
 from fedprism.errors import ConfigError
 from fedprism.federation import Federation
 from fedprism.methods.base import State
 from fedprism.methods.pfedme import PFedMe
 from fedprism.methods.states import average
-from tests.helpers import cut, loop_for, same
-from tests.test_limit_cases import MLP, config_of, part, train
+from fedprism.round.client import Job, client_adapt, client_evaluate, client_receive, client_round, make_info, open_slot
+from fedprism.round.engine import Result
+from fedprism.round.training import model_inputs
+from tests.harness import MLP, config_of, cut, loop_for, part, same, train
 
-ONE_STEP: dict[str, Any] = {"rounds": 1, "batch": 64}  # each client of `tiny` has 40 images
+ONE_STEP: dict[str, Any] = {"rounds": 1, "batch_size": 64}  # each client of `tiny` has 40 images
 
 
 def parameters(state: State) -> State:
@@ -57,7 +45,7 @@ def test_without_a_pull_theta_makes_plain_steps_on_its_batch(tiny: Federation) -
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(3):
         sgd.zero_grad()
-        cross_entropy(net(inputs(data.x, run.loop.config)), data.y).backward()  # type: ignore[no-untyped-call]
+        cross_entropy(net(model_inputs(data.x, run.loop.config)), data.y).backward()  # type: ignore[no-untyped-call]
         sgd.step()
     assert far(part(run.states["plain"], "personal."), net.state_dict()) < 1e-5
 
@@ -79,21 +67,21 @@ def test_the_pull_has_a_gradient(tiny: Federation) -> None:
     config = config_of(model=MLP)
     info = make_info(config, tiny.names, tiny.classes, tiny.shape)
     data = tiny.clients["plain"]
-    me = open_slot(Job(PFedMe(), config, info, data, 0))
-    common, theta = (list(each.parameters()) for each in (me.model.common, me.model.personal))
+    client = open_slot(Job(PFedMe(), config, info, data, 0))
+    common, theta = (list(each.parameters()) for each in (client.model.common, client.model.personal))
     with torch.no_grad():
         for p in theta:
             p.add_(0.5)
     for p in common:
         p.requires_grad_(False)
-    x, y = inputs(data.train.x, config), data.train.y
-    slopes = [torch.autograd.grad(PFedMe(lam=lam).loss(me, x, y), theta) for lam in (4.0, 0.0)]
+    x, y = model_inputs(data.train.x, config), data.train.y
+    slopes = [torch.autograd.grad(PFedMe(lam=lam).loss(client, x, y), theta) for lam in (4.0, 0.0)]
     for pulled, free in zip(*slopes, strict=True):
         torch.testing.assert_close(pulled - free, torch.full_like(free, 2.0), rtol=1e-4, atol=1e-4)
 
 
 def test_a_round_of_theta_begins_at_the_received_model(tiny: Federation) -> None:
-    """With one tiny step a round theta ends where w was, whatever it was before; running statistics go on."""
+    """With one tiny step per round theta ends where w was, whatever it was before; running statistics go on."""
     config = config_of(train=ONE_STEP)
     method, data = PFedMe(inner_steps=1, personal_lr=1e-9), tiny.clients["plain"]
     loop = loop_for(method, config, tiny)
@@ -127,11 +115,11 @@ def test_who_comes_first_is_tested_with_the_common_model(tiny: Federation) -> No
 
 @pytest.mark.parametrize("broadcast", ["participants", "all"])
 def test_who_has_not_trained_is_tested_with_the_newest_common_model(broadcast: str, tiny: Federation) -> None:
-    """However often it was told; from its first training on it has a theta of its own."""
+    """However often it received one; from its first training on it has a theta of its own."""
     clients = {"participation": 0.34, "broadcast": broadcast, "train": "participants"}
     run = train(PFedMe(), tiny, train={"rounds": 4}, clients=clients)
     cohorts, loop = [record.cohort for record in run.seen.records[1:]], run.loop
-    late = next(client for client in tiny.names if client not in cohorts[0] + cohorts[1])
+    late = next(client_id for client_id in tiny.names if client_id not in cohorts[0] + cohorts[1])
     for round in range(len(cohorts)):
         before, job = run.seen.snapshots[round], Job(loop.method, loop.config, loop.info, tiny.clients[late], round)
         state = client_receive(job, before.clients[late], before.server)
@@ -147,9 +135,7 @@ def test_a_newcomer_adapts_at_the_full_rates(tiny: Federation) -> None:
         config = config_of(model=MLP, train={"schedule": schedule})
         loop = loop_for(method, config, tiny)
         job = Job(method, config, loop.info, tiny.clients["plain"], 3)
-        me = open_slot(job)
-        finish(_adapt(me, job, _enter(me, job, None, loop.server)))
-        adapted.append(take(me.model))
+        adapted.append(client_adapt(job, None, loop.server))
     assert same(*adapted)
     assert far(part(adapted[0], "common."), part(loop.server, "common.")) > 1e-3
 
@@ -169,7 +155,7 @@ def test_all_train_and_few_are_averaged_plainly(tiny: Federation) -> None:
     cohort = run.seen.records[1].cohort
     assert len(cohort) == 2
     assert set(run.states) == set(tiny.names)
-    uploads = [{n: run.states[client][n] for n in run.server} for client in cohort]
+    uploads = [{n: run.states[client_id][n] for n in run.server} for client_id in cohort]
     assert same(average(uploads, [0.5, 0.5]), run.server)
 
 

@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
 from fedprism.config import Config, structure
-from fedprism.engines.client import Job, client_receive, make_info, make_now, open_slot
-from fedprism.engines.loop import Loop
-from fedprism.engines.noise import keyed_draw
-from fedprism.engines.passes import inputs
 from fedprism.errors import ConfigError
 from fedprism.federation import Federation
-from fedprism.methods.base import Me, State, Upload, no_draw
+from fedprism.methods.base import Client, State, Upload, no_draw
 from fedprism.methods.fedrep import FedRep
 from fedprism.methods.pfedvem import PFedVEM, flat, normal
-from tests.helpers import CPU, Collect, loop_for, same
+from fedprism.round.client import Job, client_receive, make_context, make_info, open_slot
+from fedprism.round.loop import Loop
+from fedprism.round.noise import keyed_draw
+from fedprism.round.training import model_inputs
+from tests.harness import BESIDE, Collect, loop_for, same
 
 TWO = {"name": "lenet-bn", "head_layers": 2}  # batch norm in the head, too
 
@@ -33,7 +33,7 @@ class Point(PFedVEM):
 
 
 def config_of(**sections: Any) -> Config:
-    train = {"rounds": 2, "batch": 16, **sections.pop("train", {})}
+    train = {"rounds": 2, "batch_size": 16, **sections.pop("train", {})}
     return structure({"train": train, "evaluate": {"splits": ["test"]}, **sections}, Config)
 
 
@@ -49,18 +49,18 @@ def job_of(method: PFedVEM, federation: Federation, **sections: Any) -> Job:
     return Job(method, config, info, federation.clients["plain"], 0)
 
 
-def slot_of(method: PFedVEM, federation: Federation, sigma: float, far: float) -> tuple[Me, Tensor, Tensor]:
-    """A client whose weights have this deviation, every second of them so far above the common mean; its images."""
+def slot_of(method: PFedVEM, federation: Federation, sigma: float, far: float) -> tuple[Client, Tensor, Tensor]:
+    """A client whose weights have this deviation, every second of them `far` above the common mean; its images."""
     job = job_of(method, federation)
-    me = open_slot(job)
-    me.draw = keyed_draw(CPU, "test")
+    client = open_slot(job)
+    client.draw = keyed_draw(BESIDE, "test")
     with torch.no_grad():
-        me.model.spread.fill_(method.sigma * math.log(math.expm1(sigma / method.sigma)))
-        me.model.common.copy_(flat(me.model.head))
-        me.model.common[::2] -= far
-        now = make_now(method, job.config, job.info, me.model, 0, "plain", data=job.data)
-        method.start(me, now)
-    return me, inputs(job.data.train.x, job.config), job.data.train.y
+        client.model.spread.fill_(method.sigma * math.log(math.expm1(sigma / method.sigma)))
+        client.model.common.copy_(flat(client.model.head))
+        client.model.common[::2] -= far
+        ctx = make_context(method, job.config, job.info, client.model, 0, "plain", data=job.data)
+        method.start(client, ctx)
+    return client, model_inputs(job.data.train.x, job.config), job.data.train.y
 
 
 def part(state: State | None, prefix: str) -> State:
@@ -78,13 +78,13 @@ def head_of(state: State | None) -> Tensor:
 @pytest.mark.parametrize("participation", [1.0, 0.67])
 def test_without_spread_and_prior_it_is_fedrep_of_full_batches(participation: float, tiny: Federation) -> None:
     """Bit by bit, heads too. In FedRep, too, all train then: it is pFedVEM's own rule that they do."""
-    sections: dict[str, Any] = {"train": {"batch": 64}}
+    sections: dict[str, Any] = {"train": {"batch_size": 64}}
     sections["clients"] = {"participation": participation, "train": "all"}
     ours, seen = trained(Point(samples=1, kl=0.0), tiny, **sections)
     theirs, expected = trained(FedRep(head_epochs=10), tiny, **sections)
-    for client, state in theirs.states.items():
-        assert same(part(ours.states[client], "body."), part(state, "body."))
-        assert same(part(ours.states[client], "head."), part(state, "head."))
+    for client_id, state in theirs.states.items():
+        assert same(part(ours.states[client_id], "body."), part(state, "body."))
+        assert same(part(ours.states[client_id], "head."), part(state, "head."))
     for ours_of, theirs_of in zip(seen.records, expected.records, strict=True):
         assert ours_of.scores["received"] == theirs_of.scores["received"]
     spread, _ = trained(PFedVEM(samples=1, kl=0.0), tiny, **sections)
@@ -106,10 +106,10 @@ def test_the_prior_holds_a_sure_head_at_the_common_one(tiny: Federation) -> None
 
 def test_confidence_by_hand(tiny: Federation) -> None:
     """Deviation 2 everywhere, half of the 650 weights 3 from the common mean: rho^2 = 4 + 9 / 2."""
-    me, _, _ = slot_of(PFedVEM(), tiny, sigma=2.0, far=3.0)
-    assert len(me.model.common) == 650
-    assert float(me.model.rho2) == pytest.approx(8.5, rel=1e-5)
-    assert float(me.sums["rho"]) == pytest.approx(math.sqrt(8.5), rel=1e-5)
+    client, _, _ = slot_of(PFedVEM(), tiny, sigma=2.0, far=3.0)
+    assert len(client.model.common) == 650
+    assert float(client.model.rho2) == pytest.approx(8.5, rel=1e-5)
+    assert float(client.log_sums["rho"]) == pytest.approx(math.sqrt(8.5), rel=1e-5)
 
 
 def test_confident_clients_count_more(tiny: Federation) -> None:
@@ -122,11 +122,12 @@ def test_confident_clients_count_more(tiny: Federation) -> None:
         return Upload(name, images, state)
 
     both = [upload("plain", 10, 1.0, 0.5, 8.0), upload("tinted", 30, 4.0, 2.0, 0.0)]
-    after = loop.method.aggregate(server, both, loop.now(0))
+    after = loop.method.aggregate(server, both, loop.context(0))
     assert after.keys() == server.keys()
     torch.testing.assert_close(after["common"], torch.full((2,), 1.6))
     torch.testing.assert_close(after["body.w"], torch.tensor([2.0]))
-    torch.testing.assert_close(loop.method.aggregate(server, both[1:], loop.now(0))["common"], torch.full((2,), 4.0))
+    alone = loop.method.aggregate(server, both[1:], loop.context(0))
+    torch.testing.assert_close(alone["common"], torch.full((2,), 4.0))
 
 
 def test_a_variance_that_is_none_makes_nobody_sure(tiny: Federation) -> None:
@@ -138,7 +139,7 @@ def test_a_variance_that_is_none_makes_nobody_sure(tiny: Federation) -> None:
         heads = [torch.full_like(loop.server["common"], float(k)) for k in range(len(rho2))]
         states = [{**body, "common": m, "rho2": torch.tensor(r)} for m, r in zip(heads, rho2, strict=True)]
         uploads = [Upload(c, 40, state) for c, state in zip(tiny.names, states, strict=False)]
-        return loop.method.aggregate(loop.server, uploads, loop.now(1))["common"]
+        return loop.method.aggregate(loop.server, uploads, loop.context(1))["common"]
 
     assert after(-1.0, 0.25, 0.0).eq(1).all()
     assert after(1.0, 0.25, 0.0).sub(0.8).abs().max() < 1e-6
@@ -147,17 +148,17 @@ def test_a_variance_that_is_none_makes_nobody_sure(tiny: Federation) -> None:
 
 def test_divergence_by_hand_and_its_pull(tiny: Federation) -> None:
     """What the prior adds to the loss is KL / images; its gradient draws mu to m, and sigma to rho."""
-    me, x, y = slot_of(PFedVEM(sigma=0.4), tiny, sigma=0.5, far=0.3)
-    free = PFedVEM(sigma=0.4, kl=0.0).e_step(me, x, y)
-    bound = PFedVEM(sigma=0.4, kl=2.0).e_step(me, x, y)
-    q = Normal(flat(me.model.head), torch.full((650,), 0.5))
-    kl = kl_divergence(q, Normal(me.model.common, me.model.rho2.sqrt())).sum()
+    client, x, y = slot_of(PFedVEM(sigma=0.4), tiny, sigma=0.5, far=0.3)
+    free = PFedVEM(sigma=0.4, kl=0.0).e_step(client, x, y)
+    bound = PFedVEM(sigma=0.4, kl=2.0).e_step(client, x, y)
+    q = Normal(flat(client.model.head), torch.full((650,), 0.5))
+    kl = kl_divergence(q, Normal(client.model.common, client.model.rho2.sqrt())).sum()
     assert kl > 1
     torch.testing.assert_close((bound - free) * len(y) / 2, kl, rtol=1e-3, atol=1e-3)
     (bound - free).backward()
-    head, rho2 = me.model.head[-1], float(me.model.rho2)
+    head, rho2 = client.model.head[-1], float(client.model.rho2)
     to_mu = torch.cat([head.weight.grad.flatten(), head.bias.grad])
-    to_mu, to_s = to_mu * len(y) / 2, me.model.spread.grad * len(y) / 2
+    to_mu, to_s = to_mu * len(y) / 2, client.model.spread.grad * len(y) / 2
     expected = torch.zeros(650)
     expected[::2] = 0.3 / rho2
     torch.testing.assert_close(to_mu, expected, rtol=1e-3, atol=1e-4)
@@ -167,17 +168,17 @@ def test_divergence_by_hand_and_its_pull(tiny: Federation) -> None:
 
 
 def test_a_client_that_agrees_with_its_prior_pays_nothing(tiny: Federation) -> None:
-    me, x, y = slot_of(PFedVEM(), tiny, sigma=0.5, far=0.0)
-    me.clear_logs()
-    PFedVEM().e_step(me, x, y)
-    assert float(me.sums["kl"]) == pytest.approx(0, abs=1e-3)
+    client, x, y = slot_of(PFedVEM(), tiny, sigma=0.5, far=0.0)
+    client.clear_logs()
+    PFedVEM().e_step(client, x, y)
+    assert float(client.log_sums["kl"]) == pytest.approx(0, abs=1e-3)
 
 
 def test_the_head_learns_mean_and_deviation_from_the_images(tiny: Federation) -> None:
-    me, x, y = slot_of(PFedVEM(), tiny, sigma=0.5, far=0.0)
-    PFedVEM(kl=0.0).e_step(me, x, y).backward()
-    assert float(me.model.head[-1].weight.grad.abs().max()) > 1e-3
-    assert float(me.model.spread.grad.abs().max()) > 1e-3
+    client, x, y = slot_of(PFedVEM(), tiny, sigma=0.5, far=0.0)
+    PFedVEM(kl=0.0).e_step(client, x, y).backward()
+    assert float(client.model.head[-1].weight.grad.abs().max()) > 1e-3
+    assert float(client.model.spread.grad.abs().max()) > 1e-3
 
 
 def test_normal_noise(tiny: Federation) -> None:
@@ -204,12 +205,13 @@ def test_confidence_is_of_the_head_before_it_is_fitted(unequal: Federation) -> N
     torch.testing.assert_close(seen.snapshots[1].server["common"], heads.mean(0))
 
 
+@pytest.mark.slow
 def test_confidence_differs_with_the_defaults(unequal: Federation) -> None:
     """By how much the most confident client counts more than the least, which is the one with the fewest images."""
     method = PFedVEM()
     loop, seen = trained(method, unequal, train={"rounds": 15}, evaluate={"every": 15, "splits": ["test"]})
-    rho = {client: logs["rho"] for client, logs in seen.records[-1].logs.items()}
-    assert max(rho, key=lambda client: rho[client]) == "textured"
+    rho = {client_id: logs["rho"] for client_id, logs in seen.records[-1].logs.items()}
+    assert max(rho, key=lambda client_id: rho[client_id]) == "textured"
     assert (max(rho.values()) / min(rho.values())) ** 2 - 1 > 0.03
     model = open_slot(job_of(method, unequal)).model
     model.load_state_dict(loop.states["plain"] or {}, strict=False)
@@ -229,22 +231,22 @@ def test_deviations_begin_at_sigma_and_train_as_fast_whatever_it_is(sigma: float
 def test_a_deviation_next_to_none_comes_back(far: float, tiny: Federation) -> None:
     """One large step can make it too small for a float. The KL goes on as its logarithm does, and draws it up."""
     method = PFedVEM(samples=1)
-    me, x, y = slot_of(method, tiny, sigma=0.1, far=0.0)
+    client, x, y = slot_of(method, tiny, sigma=0.1, far=0.0)
     with torch.no_grad():
-        me.model.spread[0] = -far * method.sigma
-    method.e_step(me, x, y).backward()
+        client.model.spread[0] = -far * method.sigma
+    method.e_step(client, x, y).backward()
     expected = -far if far > 100 else math.log(math.log1p(math.exp(-far)))
-    assert float(method.log_deviation(me.model).detach()[0]) == pytest.approx(math.log(0.1) + expected, rel=1e-5)
-    assert float(me.model.spread.grad[0]) == pytest.approx(-1 / (method.sigma * len(y)), rel=0.01)
-    assert me.model.spread.grad.isfinite().all()
+    assert float(method.log_deviation(client.model).detach()[0]) == pytest.approx(math.log(0.1) + expected, rel=1e-5)
+    assert float(client.model.spread.grad[0]) == pytest.approx(-1 / (method.sigma * len(y)), rel=0.01)
+    assert client.model.spread.grad.isfinite().all()
 
 
 def test_all_train_and_participants_are_averaged(tiny: Federation) -> None:
     loop, seen = trained(PFedVEM(), tiny, clients={"participation": 0.34})
     for record, before, after in zip(seen.records[1:], seen.snapshots, seen.snapshots[1:], strict=False):
         assert set(record.logs) == set(record.down) == set(tiny.names)
-        (client,) = record.cohort
-        torch.testing.assert_close(after.server["common"], head_of(after.clients[client]))
+        (client_id,) = record.cohort
+        torch.testing.assert_close(after.server["common"], head_of(after.clients[client_id]))
         for each in tiny.names:
             assert not same(part(before.clients[each], "head."), part(after.clients[each], "head."))
     assert set(loop.server) == {*part(loop.states["plain"], "body."), "common"}
@@ -253,10 +255,10 @@ def test_all_train_and_participants_are_averaged(tiny: Federation) -> None:
 def test_the_body_is_trained_after_the_head_and_does_not_move_it(tiny: Federation) -> None:
     some, _ = trained(PFedVEM(), tiny, train={"rounds": 1})
     more, _ = trained(PFedVEM(), tiny, train={"rounds": 1, "epochs": 3})
-    for client, state in some.states.items():
+    for client_id, state in some.states.items():
         for kept in ("head.", "spread", "rho2"):
-            assert same(part(state, kept), part(more.states[client], kept))
-        assert not same(part(state, "body."), part(more.states[client], "body."))
+            assert same(part(state, kept), part(more.states[client_id], kept))
+        assert not same(part(state, "body."), part(more.states[client_id], "body."))
         assert int((state or {})["body.bn1.num_batches_tracked"]) == 3  # 40 images by 16: not in the steps on the head
 
 
@@ -272,18 +274,18 @@ def test_norm_layers_in_the_head_are_shared_and_not_drawn(tiny: Federation) -> N
 
 
 def test_who_has_not_trained_has_the_common_head(tiny: Federation) -> None:
-    """A newcomer, and a client that is told in every round but never sampled; who has trained keeps its own."""
+    """A newcomer, and a client that receives in every round but is never sampled; who has trained keeps its own."""
     clients = {"participation": 0.34, "train": "participants"}
     loop, seen = trained(PFedVEM(sigma=0.3), tiny, clients=clients, train={"rounds": 3})
-    method, now = loop.method, loop.now(3)
-    there = {client for record in seen.records for client in record.cohort}
+    method, ctx = loop.method, loop.context(3)
+    there = {client_id for record in seen.records for client_id in record.cohort}
     assert len(there) == 2
-    for client in set(tiny.names) - set(seen.records[-1].cohort):  # of one client alone, the mean is its head
-        job = Job(method, loop.config, loop.info, tiny.clients[client], 3)
-        down = method.send(loop.server, None, now)
-        for state in (None, loop.states[client]):
-            after = client_receive(job, state, down)
-            own = state is not None and client in there
+    for client_id in set(tiny.names) - set(seen.records[-1].cohort):  # of one client alone, the mean is its head
+        job = Job(method, loop.config, loop.info, tiny.clients[client_id], 3)
+        download = method.send(loop.server, None, ctx)
+        for state in (None, loop.states[client_id]):
+            after = client_receive(job, state, download)
+            own = state is not None and client_id in there
             assert torch.equal(head_of(after), loop.server["common"]) is not own
             assert (float(after["rho2"]) > 0) is own
             if not own:
@@ -291,13 +293,13 @@ def test_who_has_not_trained_has_the_common_head(tiny: Federation) -> None:
 
 
 def test_tested_with_the_mean_and_globally_with_the_common_one(tiny: Federation) -> None:
-    me, x, _ = slot_of(PFedVEM(), tiny, sigma=2.0, far=0.5)
-    me.model.eval()
+    client, x, _ = slot_of(PFedVEM(), tiny, sigma=2.0, far=0.5)
+    client.model.eval()
     with torch.no_grad():
-        z, last = me.model.body(x), me.model.head[-1]
-        assert torch.equal(PFedVEM().predict(me.model, x, no_draw), last(z))
-        weight, bias = me.model.common[:640].view(10, 64), me.model.common[640:]
-        torch.testing.assert_close(PFedVEM().predict_global(me.model, x, no_draw), z @ weight.T + bias)
+        z, last = client.model.body(x), client.model.head[-1]
+        assert torch.equal(PFedVEM().predict(client.model, x, no_draw), last(z))
+        weight, bias = client.model.common[:640].view(10, 64), client.model.common[640:]
+        torch.testing.assert_close(PFedVEM().predict_global(client.model, x, no_draw), z @ weight.T + bias)
         assert not torch.allclose(last(z), z @ weight.T + bias, atol=0.1)
 
 

@@ -1,6 +1,6 @@
 """The engine `processes`: the bits of `inprocess` whatever happens to its workers, and nothing left when it ends.
 
-Starting a worker takes seconds, so tests of what workers compute hand the same few processes from one to the next.
+Starting a worker takes seconds, so tests of what workers compute pass the same few processes from one to the next.
 """
 
 from __future__ import annotations
@@ -28,29 +28,33 @@ import torch
 
 import fedprism as fp
 from fedprism.config import MOMENTS, Config, Named, structure
-from fedprism.engines import processes
+from fedprism.engines import ENGINES
 from fedprism.engines.choose import check_engine, choose_engine
-from fedprism.engines.client import make_info
-from fedprism.engines.events import Callback
-from fedprism.engines.inprocess import ENGINES
-from fedprism.engines.loop import Loop
 from fedprism.engines.numerics import numerics
-from fedprism.engines.processes import Pool, Processes, why_not
-from fedprism.engines.wire import size
-from fedprism.engines.worker import Box, pack
+from fedprism.engines.processes import engine as processes
+from fedprism.engines.processes import handle as handles
+from fedprism.engines.processes.buffer import SharedBuffer
+from fedprism.engines.processes.engine import Processes
+from fedprism.engines.processes.handle import Pool, WorkerHandle, end_all
+from fedprism.engines.processes.imports import why_not
+from fedprism.engines.processes.worker import pack
 from fedprism.errors import ConfigError, FedprismError
 from fedprism.federation import Federation
 from fedprism.methods import METHODS, make
-from fedprism.methods.base import Me, Method, Now
+from fedprism.methods.base import Client, Context, Method
 from fedprism.models import MODELS
-from tests.helpers import CPU, Collect, loop_for, same
+from fedprism.round.client import make_info
+from fedprism.round.events import Callback
+from fedprism.round.loop import Loop
+from fedprism.store.serialize import size
+from tests.harness import CPU, Collect, by_method, cut, loop_for, same
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="worker processes need Linux or macOS")
 
 CUDA = torch.device("cuda")
 EVERYTHING = {
     "data": {"augment": ["flip"]},
-    "train": {"rounds": 2, "batch": 16},
+    "train": {"rounds": 2, "batch_size": 16},
     "clients": {"participation": 0.7, "dropout": 0.5, "broadcast": "all"},
     "evaluate": {"moments": list(MOMENTS)},
 }
@@ -59,9 +63,9 @@ EVERYTHING = {
 @pytest.fixture(scope="module")
 def spare() -> Iterator[Pool]:
     """Workers that no engine has at the moment."""
-    hands: Pool = []
-    yield hands
-    processes._end(hands, os.getpid())
+    pool: Pool = []
+    yield pool
+    end_all(pool, os.getpid())
 
 
 class Borrowed(Processes):
@@ -77,15 +81,15 @@ class Borrowed(Processes):
         engine.spare = spare
         while spare and len(engine.pool) < count:
             engine.pool.append(spare.pop())
-            engine._greet(engine.pool[-1])
+            engine._set_up(engine.pool[-1])
         return engine
 
     def close(self) -> None:
-        for hand in self.pool:
-            if hand.process.poll() is None and not hand.under_way:
-                self.spare.append(hand)
+        for handle in self.pool:
+            if handle.process.poll() is None and not handle.under_way:
+                self.spare.append(handle)
             else:
-                hand.end(at_once=True)
+                handle.end(at_once=True)
         self.pool.clear()
 
 
@@ -103,7 +107,7 @@ def assert_same(one: tuple[Loop, Collect], other: tuple[Loop, Collect]) -> None:
     records = [[replace(record, seconds={}) for record in seen.records] for _, seen in (one, other)]
     assert records[0] == records[1]
     pairs = [(one[0].server, other[0].server)]
-    pairs += [(one[0].states[client], other[0].states[client]) for client in one[0].info.clients]
+    pairs += [(one[0].states[client_id], other[0].states[client_id]) for client_id in one[0].info.clients]
     for a, b in pairs:
         assert same(a, b)
         assert a is None or [t.stride() for t in a.values()] == [t.stride() for t in (b or {}).values()]
@@ -112,7 +116,7 @@ def assert_same(one: tuple[Loop, Collect], other: tuple[Loop, Collect]) -> None:
 # --- the same bits ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", list(METHODS))
+@pytest.mark.parametrize("name", by_method())
 def test_the_bits_of_inprocess(name: str, unequal: Federation, spare: Pool) -> None:
     """Noise, augmentation, drop-outs, every moment; two workers, and of some methods one and three."""
     method = structure({}, METHODS[name], "method")
@@ -135,7 +139,7 @@ def test_the_bits_of_mixed_architectures(tiny: Federation, spare: Pool) -> None:
 
 
 def test_the_bits_of_channels_last_and_public_images(spare: Pool) -> None:
-    few = fp.federation("digits-skew", clients=2, seed=1, samples=30, public=20, split={"test": 0.05})
+    few = fp.make_federation("digits-skew", clients=2, seed=1, samples=30, public=20, split={"test": 0.05})
     config = structure({**EVERYTHING, "run": {"memory_format": "channels_last"}}, Config)
     method = make(Named("fed-co2"))
     engine = Borrowed.of(spare, 2, method, config, few)
@@ -147,35 +151,47 @@ def test_data_that_workers_have_no_room_for(tiny: Federation, spare: Pool, monke
     config, method = structure({"train": {"rounds": 2}}, Config), fp.FedAvg()
     reference = run(method, config, tiny)
     first, kept = size(pack(tiny.clients[tiny.names[0]])), []
-    for room in (processes.KEPT, first, 0):
-        monkeypatch.setattr(processes, "KEPT", room)
+    for room in (processes.KEPT_BYTES, first, 0):
+        monkeypatch.setattr(processes, "KEPT_BYTES", room)
         assert_same(run(method, config, tiny, Borrowed.of(spare, 1, method, config, tiny)), reference)
         kept.append(len(spare[-1].keeps))
     assert kept == [3, 1, 0]
 
 
-def test_the_largest_go_first_and_answers_keep_their_order(unequal: Federation, spare: Pool) -> None:
+def test_the_largest_go_first_and_each_client_answers_once(unequal: Federation, spare: Pool) -> None:
     config, method = structure({"train": {"rounds": 1}}, Config), fp.FedAvg()
     engine = Borrowed.of(spare, 1, method, config, unequal)
     loop = loop_for(method, config, unequal, engine)
     small, middle, large = reversed(unequal.names)
-    requests = {client: loop._request(client, loop.now(0)) for client in (middle, small, large)}
-    told: list[tuple[int, int]] = []
-    engine.tell = lambda done, of: told.append((done, of))
+    requests = loop.requests((middle, small, large), loop.context(0))
+    progress: list[tuple[int, int]] = []
+    engine.on_progress = lambda done, total: progress.append((done, total))
     given: list[str] = []
     give = engine._give
-    engine._give = lambda hand, *rest: (given.append(rest[2]), give(hand, *rest))[1]  # type: ignore[method-assign]
-    assert list(engine.train(0, requests)) == [middle, small, large]
+    engine._give = lambda handle, *rest: (given.append(rest[2]), give(handle, *rest))[1]  # type: ignore[method-assign]
+    assert [client_id for client_id, _ in engine.train(0, requests)] == [large, middle, small]
     assert given == [large, middle, small]
-    assert told == [(1, 3), (2, 3), (3, 3)]
-    assert engine.receive(0, {}) == {}
+    assert progress == [(1, 3), (2, 3), (3, 3)]
+    assert list(engine.receive(0, {})) == []
     engine.close()
 
 
-def test_a_box_holds_what_was_put_into_it() -> None:
+def test_records_keep_the_order_of_clients_whoever_answers_first(tiny: Federation, spare: Pool) -> None:
+    """The last client is the largest, so it is the first to answer; a sum in another order has other bits."""
+    config, method = structure({**EVERYTHING, "clients": {"broadcast": "all"}}, Config), fp.FedAvg()
+    federation = cut(tiny, (10, 25, 40))
+    one = run(method, config, federation, Borrowed.of(spare, 1, method, config, federation))
+    other = run(method, config, federation)
+    assert_same(one, other)
+    for record in one[1].records[1:]:
+        assert list(record.down) == list(record.up) == list(record.logs) == list(federation.names)
+        assert all(list(found) == list(federation.names) for found in record.scores["received"].values())
+
+
+def test_a_shared_buffer_gives_what_was_put_into_it() -> None:
     """Any kind of number, shape and memory format; a small message, then one that needs more room, then none."""
-    writer = Box()
-    reader = Box(writer.file)
+    writer = SharedBuffer()
+    reader = SharedBuffer(writer.file)
     images = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
     state = {
         "double": torch.randn(3, dtype=torch.float64),
@@ -201,10 +217,10 @@ def test_a_box_holds_what_was_put_into_it() -> None:
     writer.close()
 
 
-def test_a_box_knows_what_is_there_already() -> None:
+def test_a_shared_buffer_knows_what_is_there_already() -> None:
     """The same tensors are not written twice; one that was changed in place, or overwritten, is."""
-    writer = Box()
-    reader = Box(writer.file)
+    writer = SharedBuffer()
+    reader = SharedBuffer(writer.file)
     sent = {"w": torch.arange(100.0)}
     (view,) = reader.get(writer.put("first", [sent]))[1]
     view["w"].fill_(7)  # so that it shows when it is written again
@@ -226,16 +242,16 @@ OWN = """
 from dataclasses import dataclass
 import torch
 import fedprism as fp
-from fedprism.methods.base import Me, Now
+from fedprism.methods.base import Client, Context
 
 @dataclass(frozen=True)
 class Halved(fp.FedAvg):
     share: float = 0.5
 
-    def receive(self, me: Me, now: Now) -> None:
-        super().receive(me, now)
+    def receive(self, client: Client, ctx: Context) -> None:
+        super().receive(client, ctx)
         with torch.no_grad():
-            for parameter in me.model.parameters():
+            for parameter in client.model.parameters():
                 parameter.mul_(self.share)
 """
 
@@ -251,8 +267,8 @@ def test_a_method_from_a_file(tmp_path: Path, tiny: Federation, spare: Pool) -> 
 class Undecorated(fp.FedAvg):
     """A class that is no dataclass of its own."""
 
-    def start(self, me: Me, now: Now) -> None:
-        me.model.eval()
+    def start(self, client: Client, ctx: Context) -> None:
+        client.model.eval()
 
 
 def test_a_method_of_a_module(tiny: Federation, spare: Pool) -> None:
@@ -316,15 +332,15 @@ def test_a_model_of_a_module_that_cannot_be_found(tmp_path: Path, monkeypatch: p
 
 @dataclass(frozen=True)
 class Dies(fp.FedAvg):
-    """Ends its own process at one client, so many times."""
+    """Ends its own process at one client, `times` times."""
 
     at: str = ""
     times: int = 1
     folder: str = ""
 
-    def start(self, me: Me, now: Now) -> None:
+    def start(self, client: Client, ctx: Context) -> None:
         died = len(os.listdir(self.folder))
-        if now.client == self.at and died < self.times:
+        if ctx.client_id == self.at and died < self.times:
             Path(self.folder, str(died)).touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -338,6 +354,7 @@ def test_a_killed_worker_is_replaced(tiny: Federation, spare: Pool, tmp_path: Pa
     assert_same(survived, run(method, config, tiny))  # which has died once by now, and does not again
 
 
+@pytest.mark.slow
 def test_a_client_that_kills_its_workers_is_named(tiny: Federation, spare: Pool, tmp_path: Path) -> None:
     config = structure({"train": {"rounds": 1}}, Config)
     method = Dies(at=tiny.names[0], times=9, folder=str(tmp_path))
@@ -363,7 +380,7 @@ class Mistaken(fp.FedAvg):
     odd: bool = False
     exits: bool = False
 
-    def start(self, me: Me, now: Now) -> None:
+    def start(self, client: Client, ctx: Context) -> None:
         if self.exits:
             sys.exit("enough")
         if self.odd:
@@ -372,17 +389,17 @@ class Mistaken(fp.FedAvg):
 
 
 def test_a_mistake_comes_back_as_it_is(tiny: Federation, spare: Pool) -> None:
-    config, (client, *_) = structure({"train": {"rounds": 1}}, Config), tiny.names
+    config, (client_id, *_) = structure({"train": {"rounds": 1}}, Config), tiny.names
 
     def train(method: Method) -> None:
         engine = Borrowed.of(spare, 1, method, config, tiny)
         loop = loop_for(method, config, tiny, engine)
-        engine.train(0, {client: loop._request(client, loop.now(0))})
+        dict(engine.train(0, loop.requests([client_id], loop.context(0))))
 
     with pytest.raises(KeyError, match="no such thing") as caught:
         train(Mistaken())
     (note,) = caught.value.__notes__
-    assert f"at client {client!r}" in note
+    assert f"at client {client_id!r}" in note
     assert 'raise KeyError("no such thing")' in note
     with pytest.raises(FedprismError, match="Odd: 1 and 2"):
         train(Mistaken(odd=True))
@@ -400,12 +417,12 @@ def open_files() -> int:
 
 def test_a_run_leaves_nothing_behind(tiny: Federation, tmp_path: Path) -> None:
     """Through the front door: the same metrics, byte for byte, as many open files as before, and no process."""
-    settings = ["train.batch=16", "run.device=cpu"]
+    settings = ["train.batch_size=16", "run.device=cpu"]
     fp.train(tiny, "fedbn", rounds=2, out=tmp_path / "one", settings=[*settings, "run.engine=inprocess"])
     before, others, workers = open_files(), set(workers_of(os.getpid())), set()
 
     class Watch(Callback):
-        def clients(self, done: int, of: int) -> None:
+        def clients(self, done: int, total: int) -> None:
             workers.update(set(workers_of(os.getpid())) - others)
 
     fp.train(
@@ -432,9 +449,8 @@ def workers_of(pid: int) -> list[int]:
         check=True,
     )
     found = [line.split(maxsplit=3) for line in listed.stdout.splitlines()]
-    return [
-        int(one) for one, by, state, what in found if int(by) == pid and "engines.worker" in what and state[0] != "Z"
-    ]
+    mine = [(int(one), state) for one, by, state, what in found if int(by) == pid and "processes.worker" in what]
+    return [one for one, state in mine if state[0] != "Z"]
 
 
 def alive(pid: int) -> bool:
@@ -455,15 +471,15 @@ def gone(pids: list[int]) -> bool:
 
 TRAINS = """
 import fedprism as fp
-from fedprism.engines.events import Callback
+from fedprism.round.events import Callback
 
-class Told(Callback):
+class Prints(Callback):
     def round(self, record, snapshot):
         print("round", record.round, flush=True)
 
-federation = fp.federation("digits-skew", clients=3, seed=0, samples=40, split={"validation": 0.02, "test": 0.1})
+federation = fp.make_federation("digits-skew", clients=3, seed=0, samples=40, split={"validation": 0.02, "test": 0.1})
 settings = ["run.engine=processes", "run.workers=WORKERS", "run.device=cpu"]
-fp.train(federation, METHOD, rounds=ROUNDS, out=False, settings=settings, callbacks=[Told()])
+fp.train(federation, METHOD, rounds=ROUNDS, out=False, settings=settings, callbacks=[Prints()])
 """
 
 
@@ -524,15 +540,15 @@ def test_workers_end_when_their_parent_is_killed() -> None:
 
 @pytest.mark.parametrize("heard_by", ["the main thread", "another thread"])
 def test_ctrl_c_at_any_moment_of_a_start(tiny: Federation, monkeypatch: pytest.MonkeyPatch, heard_by: str) -> None:
-    """Also while a worker is being started: as long as the exception is held, as a notebook does, none is left.
+    """Also while a worker is being started: as long as the exception is kept, as a notebook does, none is left.
 
-    The system gives Ctrl-C to any thread that does not hold it back, such as that of a progress bar.
+    The system gives Ctrl-C to any thread that does not block it, such as that of a progress bar.
     """
     second = ThreadPoolExecutor(1)
     second.submit(int).result()  # a thread that is there, with a mask of its own, before a worker is started
     config, method = structure({"run": {"workers": 2}}, Config), fp.FedAvg()
     info = make_info(config, tiny.names, tiny.classes, tiny.shape)
-    make_process, others = processes._process, set(workers_of(os.getpid()))
+    make_process, others = handles._process, set(workers_of(os.getpid()))
 
     def interrupted(*args: Any) -> subprocess.Popen[bytes]:
         made = make_process(*args)
@@ -545,17 +561,17 @@ def test_ctrl_c_at_any_moment_of_a_start(tiny: Federation, monkeypatch: pytest.M
     class Second(Processes):
         """Ctrl-C when the second worker has just been started, and a process exists."""
 
-        def _greet(self, hand: processes.Hand) -> None:
-            super()._greet(hand)
-            monkeypatch.setattr(processes, "_process", interrupted)
+        def _set_up(self, handle: WorkerHandle) -> None:
+            super()._set_up(handle)
+            monkeypatch.setattr(handles, "_process", interrupted)
 
     engine = Second(method, config, info, tiny, CPU)
     loop = loop_for(method, config, tiny, engine)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     files = open_files()
     try:
-        with pytest.raises(KeyboardInterrupt) as held:
-            engine.train(0, {client: loop._request(client, loop.now(0)) for client in tiny.names})
+        with pytest.raises(KeyboardInterrupt) as kept:
+            dict(engine.train(0, loop.requests(tiny.names, loop.context(0))))
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
     finally:
@@ -563,7 +579,7 @@ def test_ctrl_c_at_any_moment_of_a_start(tiny: Federation, monkeypatch: pytest.M
         second.shutdown()
     assert set(workers_of(os.getpid())) <= others
     assert not engine.pool
-    del held
+    del kept
     assert open_files() == files
 
 
@@ -596,7 +612,7 @@ class Leaves(fp.FedAvg):
 
     file: str = ""
 
-    def start(self, me: Me, now: Now) -> None:
+    def start(self, client: Client, ctx: Context) -> None:
         threading.Thread(target=time.sleep, args=(10**6,)).start()
         atexit.register(Path(self.file).touch)
         print("a line", "of several", "words")
@@ -612,11 +628,11 @@ def test_what_a_method_leaves_does_not_keep_its_worker(
     engine = Processes(method, config, info, tiny, CPU)
     loop = loop_for(method, config, tiny, engine)
     files = open_files()
-    engine.train(0, {client: loop._request(client, loop.now(0)) for client in tiny.names})
+    dict(engine.train(0, loop.requests(tiny.names, loop.context(0))))
     assert open_files() - files == processes.FILES
-    (hand,) = engine.pool
+    (handle,) = engine.pool
     engine.close()
-    assert hand.process.returncode == 0
+    assert handle.process.returncode == 0
     assert capfd.readouterr().out == "a line of several words\nand a part of one" * 3
     assert (tmp_path / "done").exists()
 
@@ -695,7 +711,7 @@ def test_an_engine_on_the_wrong_device() -> None:
         check_engine("proceses", CPU)
 
 
-def test_one_worker_a_core_unless_told() -> None:
+def test_one_worker_per_core_unless_set() -> None:
     cores = processes.cores()
     assert processes.workers(Config()) == cores >= 1
     assert processes.workers(structure({"run": {"threads": cores}}, Config)) == 1
@@ -721,7 +737,7 @@ def test_a_container_is_granted_a_part_of_the_cores(
 def test_workers_on_disk_have_a_client_each_and_one_that_waits(
     tiny: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedprism.engines.keeping.AT_ONCE", 1)
+    monkeypatch.setattr("fedprism.store.clients.AT_ONCE", 1)
     config = structure({"clients": {"state": "disk"}, "run": {"workers": 20}}, Config)
     info = make_info(config, tiny.names, tiny.classes, tiny.shape)
     for engine, count in ((Processes(fp.FedAvg(), config, info, tiny, CPU), 40), (None, 16)):
@@ -732,19 +748,20 @@ def test_workers_on_disk_have_a_client_each_and_one_that_waits(
 LIMITED = """
 import os, resource
 from fedprism.config import Config
-from fedprism.engines import processes
-from fedprism.engines.processes import FILES, OTHERS
+from fedprism.engines.processes import engine
+from fedprism.engines.processes.engine import FILES, OTHERS
 
-processes.cores = lambda: 64
+engine.cores = lambda: 64
 resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 10, OTHERS + 4 * FILES - 1))
-print(processes.workers(Config()), "workers")
+print(engine.workers(Config()), "workers")
 TRAINING
 resource.setrlimit(resource.RLIMIT_NOFILE, (OTHERS + FILES, OTHERS + FILES))
-print(processes.workers(Config()), "workers")
+print(engine.workers(Config()), "workers")
 TRAINING
 """
 
 
+@pytest.mark.slow
 def test_few_open_files_are_enough_or_it_is_said() -> None:
     """Two workers need more than ten: the limit is raised as far as it goes, and `auto` takes no more than that."""
     said = output(sys.executable, "-c", LIMITED.replace("TRAINING", program(workers=2)))

@@ -96,7 +96,7 @@ def test_learns_office(method: str, unpacked: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["local", "fedproto", "fedsce"])
 def test_different_architectures_learn_real_digits(method: str, unpacked: Path, tmp_path: Path) -> None:
-    """A model a domain; features of 64, 64, 128 and 64 numbers meet at 64."""
+    """One model per domain; features of 64, 64, 128 and 64 numbers meet at 64."""
     models = "[lenet-bn, mlp, {name: resnet18, width: 16, stem: small}, lenet-bn]"
     given = [f"method={{name: {method}}}", f"model={{per_client: {models}}}", "train.clip=1"]
     config = read(
@@ -110,7 +110,7 @@ def test_different_architectures_learn_real_digits(method: str, unpacked: Path, 
 
 def test_the_papers_five_architectures_take_part_in_one_run(unpacked: Path, tmp_path: Path) -> None:
     """Full-sized ResNets and ViT-Bs on photographs of 64 x 64 pixels, one round; the rest is a matter of time."""
-    small = ["data.partition.clients=8", "data.samples=8", "train.rounds=1", "train.epochs=1", "train.batch=8"]
+    small = ["data.partition.clients=8", "data.samples=8", "train.rounds=1", "train.epochs=1", "train.batch_size=8"]
     given = [*small, f"data.name=folder:{unpacked / 'office'}", "method={name: fedsce}"]
     run = api.run_config(read(ROOT / "experiments" / "office-mixed.yaml", given), "office", out=tmp_path / "run")
     last = run.record.rounds[-1]

@@ -13,29 +13,30 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedprism.engines.events import Snapshot, State
 from fedprism.errors import RecordError
+from fedprism.methods.base import State
 from fedprism.records import RecordWarning, RunDirectory
-from fedprism.records.checkpoint import Checkpoints, Damaged, deserialise, serialise
-from tests.test_records_toy import CLIENTS, checkpoints, damage, results, toy_config, toy_rounds, toy_run
-
-
-def identical(a: State, b: State) -> bool:
-    """Equal in names, their order, types, shapes and bits (not-a-numbers included)."""
-    return list(a) == list(b) and all(
-        x.dtype == y.dtype and x.shape == y.shape and x.numpy().tobytes() == y.numpy().tobytes()
-        for x, y in zip(a.values(), b.values(), strict=True)
-    )
+from fedprism.records.checkpoint import Checkpoints, Damaged
+from fedprism.round.events import Snapshot
+from fedprism.store.serialize import deserialize, serialize
+from tests.toy_records import (
+    CLIENTS,
+    DAMAGE,
+    checkpoints,
+    damage,
+    flip,
+    identical,
+    named_files,
+    newest_file,
+    results,
+    toy_config,
+    toy_rounds,
+    toy_run,
+)
 
 
 def files(path: Path) -> set[str]:
     return {p.name for p in (path / "checkpoints" / "files").iterdir()}
-
-
-def named(path: Path, round: int) -> set[str]:
-    manifest = json.loads((path / "checkpoints" / f"manifest-{round:06d}.json").read_text())
-    entries = [manifest["server"], *manifest["clients"].values()]
-    return {f"{checksum}.safetensors" for checksum in entries if checksum}
 
 
 def test_every_kind_of_tensor_comes_back_bit_by_bit() -> None:
@@ -56,15 +57,15 @@ def test_every_kind_of_tensor_comes_back_bit_by_bit() -> None:
         "a name with spaces / and ümlauts": torch.rand(1),
     }
     before = {name: tensor.clone() for name, tensor in state.items()}
-    assert identical(deserialise(serialise(state)), state)
+    assert identical(deserialize(serialize(state)), state)
     assert identical(state, before)
     half = {"half": torch.rand(3).half(), "brain": torch.rand(3).bfloat16()}
-    assert all(torch.equal(half[name], tensor) for name, tensor in deserialise(serialise(half)).items())
+    assert all(torch.equal(half[name], tensor) for name, tensor in deserialize(serialize(half)).items())
 
 
 def test_parameters_that_need_gradients_are_written_as_plain_values() -> None:
     weight = torch.nn.Parameter(torch.rand(3))
-    assert torch.equal(deserialise(serialise({"weight": weight}))["weight"], weight.detach())
+    assert torch.equal(deserialize(serialize({"weight": weight}))["weight"], weight.detach())
 
 
 def test_an_empty_server_and_clients_that_never_trained(tmp_path: Path) -> None:
@@ -93,9 +94,9 @@ def test_an_unchanged_state_is_named_again_and_not_written(tmp_path: Path, monke
 
     def counted(state: State) -> bytes:
         serialised.append(state)
-        return serialise(state)
+        return serialize(state)
 
-    monkeypatch.setattr("fedprism.records.checkpoint.serialise", counted)
+    monkeypatch.setattr("fedprism.records.checkpoint.serialize", counted)
     store = Checkpoints(tmp_path)
     kept, gone, server = {"w": torch.rand(3)}, {"w": torch.rand(3)}, {"w": torch.rand(3)}
     store.save(Snapshot(0, server, {"a": kept, "b": gone}), keep=())
@@ -125,7 +126,7 @@ def test_a_resumed_run_writes_no_file_again(tmp_path: Path) -> None:
         assert start is not None
         before = {p: p.stat().st_mtime_ns for p in (path / "checkpoints" / "files").iterdir()}
         toy_rounds(toy_config(), [directory.recorder()], start)
-    shared = named(path, 6) & named(path, 7)
+    shared = named_files(path, 6) & named_files(path, 7)
     assert shared  # half of the clients rested in round 7
     assert all(p.stat().st_mtime_ns == time for p, time in before.items() if p.name in shared)
 
@@ -134,7 +135,7 @@ def test_kept_are_the_last_two_the_best_and_those_asked_for(tmp_path: Path) -> N
     path = toy_run(tmp_path / "run", toy_config(rounds=12, checkpoint_every=1, keep_rounds=(2, 5, 99)))
     best = json.loads((path / "classes.json").read_text())["best"]["round"]
     assert checkpoints(path) == sorted({2, 5, 11, 12, best})
-    assert files(path) == set().union(*(named(path, round) for round in checkpoints(path)))
+    assert files(path) == set().union(*(named_files(path, round) for round in checkpoints(path)))
 
 
 def test_written_at_every_kth_round_at_a_new_best_and_at_the_end(tmp_path: Path) -> None:
@@ -173,28 +174,8 @@ def test_a_file_goes_only_after_the_next_manifest_is_there(tmp_path: Path, monke
 # --- damage ----------------------------------------------------------------------------------------------------------
 
 
-def flip(data: bytes) -> bytes:
-    return data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :]
-
-
 def newest_manifest(path: Path) -> Path:
     return path / "checkpoints" / f"manifest-{checkpoints(path)[-1]:06d}.json"
-
-
-def newest_file(path: Path) -> Path:
-    last, before = checkpoints(path)[-1], checkpoints(path)[-2]
-    return path / "checkpoints" / "files" / min(named(path, last) - named(path, before))
-
-
-DAMAGE: dict[str, Callable[[Path], object]] = {
-    "a flipped bit": lambda p: damage(p, flip),
-    "cut short": lambda p: damage(p, lambda data: data[:-9]),
-    "empty": lambda p: damage(p, lambda data: b""),
-    "longer": lambda p: damage(p, lambda data: data + b"x"),
-    "zeros": lambda p: damage(p, lambda data: bytes(len(data))),
-    "missing": Path.unlink,
-    "a folder in its place": lambda p: [p.unlink(), p.mkdir()],
-}
 
 
 @pytest.mark.parametrize("what", [newest_manifest, newest_file])

@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from fedprism.engines.events import Callback, RoundRecord, Snapshot
 from fedprism.errors import RecordError
 from fedprism.records import RunDirectory, read_run
-from tests.test_records_toy import CLIENTS, checkpoints, results, toy_config, toy_plan, toy_rounds, toy_run
+from fedprism.round.events import Callback, RoundRecord, Snapshot
+from tests.toy_records import CLIENTS, checkpoints, results, toy_config, toy_plan, toy_rounds, toy_run
 
 ROOT = Path(__file__).parent.parent
 
-# Runs with files limited to so many bytes; what the user would read goes to stdout.
+# Runs with a limit on the size of files; what the user would read goes to stdout.
 LIMITED = """
 import resource, sys
 from pathlib import Path
 from fedprism.errors import RecordError
-from tests.test_records_toy import toy_run
+from tests.toy_records import toy_run
 limit = int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 try:
@@ -52,7 +52,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path, leave: int) -> None:
-    """Leave about so many bytes free."""
+    """Leave about this number of bytes free."""
     ballast = disk / "ballast"
     ballast.unlink(missing_ok=True)
     ballast.write_bytes(bytes(max(shutil.disk_usage(disk).free - leave, 0)))
@@ -70,7 +70,7 @@ def partial(path: Path) -> list[Path]:
 
 def test_a_disk_that_fills_up_at_any_round(tmp_path: Path, small_disk: Path) -> None:
     straight = results(toy_run(tmp_path / "straight"))
-    said = set()
+    named = set()
     for number, leave in enumerate(range(0, 100_000, 4096)):
         path = small_disk / f"run-{number}"
         fill(small_disk, leave)
@@ -80,7 +80,7 @@ def test_a_disk_that_fills_up_at_any_round(tmp_path: Path, small_disk: Path) -> 
             message = str(error)
             assert "No space left on device" in message
             assert not partial(small_disk)
-            said.add(message.split(" in ")[0] if " in /" in message else "creation")
+            named.add(message.split(" in ")[0] if " in /" in message else "creation")
             if (path / "run.json").exists():
                 safe = checkpoints(path)[-1] if checkpoints(path) else -1
                 words = f"Everything up to round {safe} is safe" if safe >= 0 else "No round is recorded yet"
@@ -92,8 +92,8 @@ def test_a_disk_that_fills_up_at_any_round(tmp_path: Path, small_disk: Path) -> 
         toy_run(path)  # there is room again
         assert results(path) == straight, f"with {leave} bytes left"
         shutil.rmtree(path)
-    assert "creation" in said
-    assert any(what.startswith("the checkpoint of round") for what in said)
+    assert "creation" in named
+    assert any(what.startswith("the checkpoint of round") for what in named)
 
 
 def test_the_end_of_a_run_does_not_hide_why_it_ended(small_disk: Path) -> None:

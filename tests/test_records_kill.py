@@ -21,12 +21,12 @@ from typing import Any
 
 import pytest
 
-import fedprism.engines.keeping
 import fedprism.records
+import fedprism.store.clients
 from fedprism.records import read_run
-from tests.test_records_toy import checkpoints, results, toy_config, toy_run
+from tests.toy_records import checkpoints, results, toy_config, toy_run
 
-WATCHED = (str(Path(fedprism.records.__file__).parent), fedprism.engines.keeping.__file__)
+WATCHED = (str(Path(fedprism.records.__file__).parent), fedprism.store.clients.__file__)
 ROOT = Path(__file__).parent.parent
 
 
@@ -118,8 +118,11 @@ def drive(work: Path, how: str, state: str, points: int, twice: int) -> None:
         stray = [p.name for p in path.rglob("*") if p.name.endswith(".partial")]
         assert not stray, f"killed at {how[:-1]} {moment}: {stray}"
         assert not (path / "states").exists(), f"killed at {how[:-1]} {moment}"
-        held, named = path / "checkpoints" / "files", {p.name for p in (work / "straight").glob("checkpoints/files/*")}
-        assert {p.name for p in held.iterdir()} == named, f"killed at {how[:-1]} {moment}"
+        files, expected = (
+            path / "checkpoints" / "files",
+            {p.name for p in (work / "straight").glob("checkpoints/files/*")},
+        )
+        assert {p.name for p in files.iterdir()} == expected, f"killed at {how[:-1]} {moment}"
     print(json.dumps({"kills": kills, "moments": len(moments), "left": sorted(left)}))
 
 
@@ -157,7 +160,7 @@ def test_killed_from_outside(tmp_path: Path) -> None:
     config = toy_config(rounds=rounds, checkpoint_every=7)
     straight = results(toy_run(tmp_path / "straight", config))
     program = (
-        "from pathlib import Path; from tests.test_records_toy import *;"
+        "from pathlib import Path; from tests.toy_records import *;"
         f"toy_run(Path({str(tmp_path / 'killed')!r}), toy_config(rounds={rounds}, checkpoint_every=7))"
     )
     metrics = tmp_path / "killed" / "metrics.jsonl"

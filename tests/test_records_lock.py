@@ -12,16 +12,16 @@ import pytest
 
 from fedprism.errors import RecordError
 from fedprism.records import RunDirectory, read_run, run_status
-from tests.test_records_toy import results, toy_config, toy_run
+from tests.toy_records import results, toy_config, toy_run
 
 ROOT = Path(__file__).parent.parent
 
-# Holds the lock until it is told to go on, then writes the whole run.
+# Keeps the lock until it is asked to go on, then writes the whole run.
 HOLDER = """
 import sys
 from pathlib import Path
 from fedprism.records import RunDirectory
-from tests.test_records_toy import toy_config, toy_rounds
+from tests.toy_records import toy_config, toy_rounds
 with RunDirectory.create(Path(sys.argv[1]), toy_config()) as directory:
     print("holding", flush=True)
     sys.stdin.readline()
@@ -32,17 +32,17 @@ with RunDirectory.create(Path(sys.argv[1]), toy_config()) as directory:
 WRITER = """
 import sys
 from pathlib import Path
-from tests.test_records_toy import toy_config, toy_run
+from tests.toy_records import toy_config, toy_run
 print("ready", flush=True)
 toy_run(Path(sys.argv[1]), toy_config(rounds=60, checkpoint_every=1))
 """
 
-# Begins a run as soon as it is told to.
+# Begins a run as soon as it is asked to.
 RACER = """
 import sys
 from pathlib import Path
 from fedprism.errors import RecordError
-from tests.test_records_toy import toy_run
+from tests.toy_records import toy_run
 print("ready", flush=True)
 sys.stdin.readline()
 try:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from fedprism.engines.events import RoundRecord, Score
 from fedprism.errors import RecordError
 from fedprism.records import RunDirectory, read_run
 from fedprism.records.metrics import Journal, decode, encode, read_rounds, read_seconds
-from tests.test_records_toy import CLIENTS, damage, results, toy_config, toy_run
+from fedprism.round.events import RoundRecord, Score
+from tests.toy_records import CLIENTS, damage, results, toy_config, toy_run
 
 RECORD = RoundRecord(
     round=3,
@@ -65,13 +65,13 @@ def test_a_line_comes_back() -> None:
 
 
 def test_what_a_method_shows_of_itself_comes_back() -> None:
-    shown = Score(3, 4, 0.5, paths={"online": 2, "offline": 1}, inside={"pir": 0.25, "s/q05": math.nan})
+    shown = Score(3, 4, 0.5, branches={"online": 2, "offline": 1}, diagnostics={"pir": 0.25, "s/q05": math.nan})
     line = encode(replace(RECORD, scores={"received": {"test": {"a": shown, "b": Score(1, 2, 0.5)}}}), ["a", "b"])
     assert b'"a":[3,4,0.5,{"online":2,"offline":1},{"pir":0.25,"s/q05":null}],"b":[1,2,0.5]' in line
     back = decode(json.loads(line), {}).scores["received"]["test"]
-    assert back["a"].paths == shown.paths
-    assert back["a"].inside["pir"] == 0.25
-    assert math.isnan(back["a"].inside["s/q05"])
+    assert back["a"].branches == shown.branches
+    assert back["a"].diagnostics["pir"] == 0.25
+    assert math.isnan(back["a"].diagnostics["s/q05"])
     assert back["b"] == Score(1, 2, 0.5)
 
 

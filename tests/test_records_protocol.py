@@ -12,10 +12,10 @@ import pytest
 from sklearn.metrics import balanced_accuracy_score, f1_score
 
 from fedprism.config import Config
-from fedprism.engines.events import RoundRecord, Score
 from fedprism.errors import ConfigError, RecordError
 from fedprism.records import Figure, Outcome, Protocol, RunRecord, gain, outcome, summarise
 from fedprism.records.protocol import balanced_accuracy, figure, macro_f1
+from fedprism.round.events import RoundRecord, Score
 
 Counts = Mapping[str, tuple[int, int]]  # client -> correct, total
 
@@ -170,7 +170,7 @@ def with_paths(run: RunRecord, *rounds: Mapping[str, Mapping[str, Mapping[str, i
             moment: {
                 split: {
                     client: replace(
-                        score, paths={name: of[split][client] for name, of in paths.items() if client in of[split]}
+                        score, branches={name: of[split][client] for name, of in paths.items() if client in of[split]}
                     )
                     for client, score in clients.items()
                 }
@@ -331,17 +331,15 @@ def test_the_sentence_under_a_table() -> None:
     )
     assert "(received)" in Protocol().describe([outcome(RUN)])
     assert "(received; trained: toy)" in Protocol().describe([outcome(PARTIAL), outcome(RUN)])
-    said = Protocol.parse("trained,best-test,samples").describe()
-    assert "after local training" in said
-    assert "optimistic" in said
-    assert "mean over all test images" in said
+    text = Protocol.parse("trained,best-test,samples").describe()
+    assert "after local training" in text
+    assert "optimistic" in text
+    assert "mean over all test images" in text
     assert "mean of the last 5 evaluated rounds" in Protocol.parse("last5").describe()
     assert Protocol.parse("last,path=online").describe() == (
         "Test accuracy of the path online by itself, at each method's own moment, last round, mean over clients."
     )
     assert "validation accuracy of that path, mean" in Protocol(path="online").describe()
-    assert Protocol.parse("best-test").optimistic
-    assert not Protocol().optimistic
 
 
 # --- classes ---------------------------------------------------------------------------------------------------------

@@ -16,11 +16,12 @@ import yaml
 
 from fedprism import config as configuration
 from fedprism.config import Config, EvaluateConfig, ModelConfig, Named, structure
-from fedprism.engines.events import Callback, RoundRecord, Score, Snapshot
 from fedprism.errors import ConfigError, RecordError
 from fedprism.records import RecordWarning, RunDirectory, read_run, run_status, runfile
+from fedprism.records.read import Architecture
 from fedprism.records.runfile import machine
-from tests.test_records_toy import CLASSES, CLIENTS, checkpoints, results, toy_config, toy_plan, toy_rounds, toy_run
+from fedprism.round.events import Callback, RoundRecord, Score, Snapshot
+from tests.toy_records import CLASSES, CLIENTS, checkpoints, results, toy_config, toy_plan, toy_rounds, toy_run
 
 
 def edit_info(path: Path, **changes: Any) -> None:
@@ -60,7 +61,7 @@ def test_a_run_is_read_back(tmp_path: Path) -> None:
     assert run.path == tmp_path / "run"
 
 
-def test_counts_a_class_of_the_best_and_the_last_round(tmp_path: Path) -> None:
+def test_counts_per_class_of_the_best_and_the_last_round(tmp_path: Path) -> None:
     run = read_run(toy_run(tmp_path / "run"))
     means = [sum(s.correct for s in r.scores["received"]["validation"].values()) for r in run.rounds]
     assert run.classes["best"]["round"] == means.index(max(means))
@@ -384,7 +385,7 @@ def test_rounds_are_not_thrown_away_by_a_plan_that_starts_elsewhere(tmp_path: Pa
         reader.recorder()
 
 
-def test_damaged_counts_a_class_are_named(tmp_path: Path) -> None:
+def test_damaged_counts_per_class_are_named(tmp_path: Path) -> None:
     path = toy_run(tmp_path / "run", until=4)
     for wrong in ("{", "[]", '{"best": {}}'):
         (path / "classes.json").write_text(wrong)
@@ -410,17 +411,29 @@ def test_the_machine_has_a_name() -> None:
     assert here["threads"] == 1
 
 
-def test_runs_from_before_auto_are_what_they_were() -> None:
-    """Earlier versions recorded 16 pixels and five clients where a configuration said nothing."""
-    path = Path("run")
-    for name in ("digits-skew", "folder:sites"):
-        raw = {"name": name, "partition": {"name": "domain", "clients": 5}, "image_size": 16}
-        recorded = runfile.completed(structure({"data": raw}, Config), {"data": raw})
-        for partition in ("domain", {"name": "domain", "clients": None}):
-            given = structure({"data": {"name": name, "partition": partition}}, Config)
-            runfile.check_config(path, recorded, given, "the one given")
+def test_a_null_setting_of_a_partition_is_a_setting_left_out() -> None:
+    path, recorded = Path("run"), structure({}, Config)
+    for partition in ("domain", {"name": "domain", "clients": None}):
+        given = structure({"data": {"name": "digits-skew", "partition": partition}}, Config)
+        runfile.check_config(path, recorded, given, "the one given")
     given = structure({"data": {"name": "digits-skew", "partition": {"name": "domain", "clients": 4}}}, Config)
-    with pytest.raises(RecordError, match="clients: 5 recorded, 4"):
-        runfile.check_config(path, structure({}, Config), given, "the one given")
-    with pytest.raises(RecordError, match="image_size: 16 recorded, 32"):
-        runfile.check_config(path, structure({}, Config), structure({"data": {"image_size": 32}}, Config), "this")
+    with pytest.raises(RecordError, match="clients: absent recorded, 4"):
+        runfile.check_config(path, recorded, given, "the one given")
+    with pytest.raises(RecordError, match='image_size: "auto" recorded, 32'):
+        runfile.check_config(path, recorded, structure({"data": {"image_size": 32}}, Config), "this")
+
+
+def test_what_a_run_says_about_itself_stays_as_it_was_begun(tmp_path: Path) -> None:
+    arch = {"label": "mlp", "parameters": 9, "features": 4, "clients": list(CLIENTS)}
+    about = {"architectures": [arch], "shows": {"kl": "how far apart"}, "decided": {"student": "mlp"}}
+    path = tmp_path / "run"
+    with RunDirectory.create(path, toy_config()) as directory:
+        toy_rounds(toy_config(), [directory.recorder(about)], None, until=3)
+    with RunDirectory.open(path, write=True) as directory:
+        toy_rounds(toy_config(), [directory.recorder({"decided": {"student": "cnn4"}})], directory.latest())
+    run = read_run(path)
+    assert run.architectures == (Architecture("mlp", 9, 4, CLIENTS),)
+    assert (run.shows, run.decided) == ({"kl": "how far apart"}, {"student": "mlp"})
+    assert run.status == "finished"
+    bare = read_run(toy_run(tmp_path / "bare", until=1))
+    assert (bare.architectures, bare.shows, bare.decided) == ((), {}, {})

@@ -48,7 +48,7 @@ RUNS: dict[str, Callable[[Setup], list[Scorer]]] = {
 
 
 def draw(client: int, number: int, purpose: str = "train") -> tuple[Tensor, Tensor]:
-    """Noisy copies of one pattern a class, at another brightness for each client; every class is there."""
+    """Noisy copies of one pattern per class, at another brightness for each client; every class is there."""
     rng = keys.generator(purpose, client)
     patterns = torch.randn(CLASSES, *SHAPE, generator=keys.generator("patterns"))
     y = torch.arange(number) % CLASSES
@@ -238,10 +238,8 @@ def test_penalties_by_hand() -> None:
     model = make("mlp").models[0]
     x, y = draw(0, 6)
     count = sum(p.numel() for p in model.parameters())
-    proximal, towards = (
-        fedprox.proximal(model, mu=0.4),
-        ditto.towards(model, [p.clone() for p in model.parameters()], 0.4),
-    )
+    proximal = fedprox.proximal(model, mu=0.4)
+    towards = ditto.towards(model, [p.clone() for p in model.parameters()], 0.4)
     with torch.no_grad():
         for p in model.parameters():
             p += 0.5
@@ -260,7 +258,7 @@ def test_scaffold() -> None:
 
 
 def test_scaffold_by_hand() -> None:
-    """Losses of slope +1 and -3 on one weight, a step of 0.1 a round; both take part, then each alone."""
+    """Losses of slope +1 and -3 on one weight, a step of 0.1 per round; both take part, then each alone."""
 
     class Weight(nn.Module):
         def __init__(self) -> None:
@@ -316,10 +314,7 @@ def test_fedproto_loss_by_hand() -> None:
     pull = (z[[0, 3]].square().sum() + (z[[2, 5]] - 1).square().sum()) / 24
     torch.testing.assert_close(fedproto.attracted(model, prototypes, 3.0)(x, y), cross_entropy(model(x), y) + 3 * pull)
     setup = make()
-    one, two = (
-        replace(setup, rounds=1),
-        replace(setup, rounds=2),
-    )  # the first round knows no prototypes, the second does
+    one, two = replace(setup, rounds=1), replace(setup, rounds=2)  # only the second round knows prototypes
     same(fedproto.run(one, lam=1.0), fedproto.run(one, lam=0.0))
     differ(fedproto.run(two, lam=1.0), fedproto.run(two, lam=0.0))
 

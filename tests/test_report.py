@@ -17,21 +17,21 @@ import torch
 from rich.console import Console
 
 from fedprism import api
+from fedprism.cli.progress import Progress
 from fedprism.config import Config, ModelConfig, structure
-from fedprism.engines.events import Plan, RoundRecord, Score, Snapshot
 from fedprism.errors import FedprismError, RecordError
-from fedprism.federation import Federation
-from fedprism.federation import federation as some_federation
+from fedprism.explain import Traffic, settings_of, traffic
+from fedprism.federation import Federation, make_federation
+from fedprism.inspection.pictures import pictures_of
 from fedprism.methods import METHODS
 from fedprism.methods.base import Method
 from fedprism.records import Protocol, RunRecord
-from fedprism.report import figures
-from fedprism.report.explain import Traffic, code_lines, settings_of, traffic
-from fedprism.report.figures import Curve, curves, figure, panels
-from fedprism.report.html import page, write_page
-from fedprism.report.inside import WHOLE, last_values, look
-from fedprism.report.progress import Progress
+from fedprism.report import canvas
+from fedprism.report.diagnostics import WHOLE, diagnostics_of, last_values
+from fedprism.report.figures import Curve, curves, overview_figure, panels
+from fedprism.report.html import Pictures, page, write_page
 from fedprism.report.table import Table, grouped, table
+from fedprism.round.events import Plan, RoundRecord, Score, Snapshot
 
 Percent = dict[str, int]  # client -> right of 100
 
@@ -44,7 +44,7 @@ def record(
     config: dict[str, Any] | None = None,
     **settings: Any,
 ) -> RunRecord:
-    """A run that was tested on 100 images a client after each round; validation as the test."""
+    """A run that was tested on 100 images per client after each round; validation as the test."""
     given = {"seed": seed, "method": {"name": method, **settings}, "train": {"rounds": len(rounds)}, **(config or {})}
     clients = list(rounds[0])
     entries = []
@@ -72,6 +72,7 @@ def record(
         "parameters": dict.fromkeys(clients, 1234),
         "versions": {"fedprism": "0.1.0"},
         "machine": {"cpu": "abacus"},
+        "reveals": METHODS[method].reveals,
     }
     return RunRecord(structure(given, Config), info, tuple(entries), path=Path(f"{method}-{seed}"))
 
@@ -98,6 +99,11 @@ def federation() -> Federation:
         "test": (x[:2], torch.ones(2, dtype=torch.int64)),
     }
     return Federation.from_arrays({"north": part, "south": part}, name="made-up")
+
+
+@pytest.fixture
+def pictures(federation: Federation) -> Pictures:
+    return pictures_of(record("local", 0, {"north": 80, "south": 60}), federation)
 
 
 def cell(result: Table, method: str, column: str) -> tuple[float, float | None]:
@@ -289,25 +295,26 @@ def test_curves_by_hand() -> None:
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_figure_files(runs: list[RunRecord], tmp_path: Path, suffix: str) -> None:
-    path = figure(runs, tmp_path / f"demo{suffix}")
+    path = overview_figure(runs, tmp_path / f"demo{suffix}")
     first = path.read_bytes()
     assert first.startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")
-    assert figure(runs, path).read_bytes() == first  # the same records, the same file
+    assert overview_figure(runs, path).read_bytes() == first  # the same records, the same file
     with pytest.raises(FedprismError, match=r"\.png or \.svg"):
-        figure(runs, tmp_path / "demo.gif")
+        overview_figure(runs, tmp_path / "demo.gif")
 
 
-def test_many_methods_have_a_panel_each(federation: Federation, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_many_methods_have_a_panel_each(pictures: Pictures, tmp_path: Path) -> None:
     """In one panel their names would run out of the figure."""
     names = ["local", *(name for name in METHODS if name != "local")]
     crowd = [record(name, seed, {"north": 60 + i, "south": 50}) for i, name in enumerate(names) for seed in (0, 1)]
-    html = page(crowd, federation=federation)
+    html = page(crowd, pictures=pictures)
     assert "Dashed: training alone; grey: the method that ends best." in html
     for i, name in enumerate(names):
         assert f">{name}  {55 + i / 2:.1f}<" in html.replace("\xa0", " "), name
-    few = page(crowd[:24], federation=federation)
+    few = page(crowd[:24], pictures=pictures)
     assert "Dashed: training alone" not in few
-    many, some = figure(crowd, tmp_path / "crowd.png"), figure(crowd[:24], tmp_path / "few.png")
+    many, some = overview_figure(crowd, tmp_path / "crowd.png"), overview_figure(crowd[:24], tmp_path / "few.png")
     assert many.stat().st_size > some.stat().st_size
 
 
@@ -358,22 +365,22 @@ def check(html: str) -> Checker:
     return checker
 
 
-def test_page_is_whole_and_needs_nothing_else(runs: list[RunRecord], federation: Federation, tmp_path: Path) -> None:
-    path = write_page(tmp_path / "new" / "report.html", runs, federation=federation)
+def test_page_is_whole_and_needs_nothing_else(runs: list[RunRecord], pictures: Pictures, tmp_path: Path) -> None:
+    path = write_page(tmp_path / "new" / "report.html", runs, pictures=pictures)
     html = path.read_text(encoding="utf-8")
     checker = check(html)
     assert checker.tags.count("svg") == 2
     assert checker.tags.count("img") == 2
     assert "fedbn has the best mean: 76.0 %, 5.0 points above training alone; 2 of 2 clients gain." in html
-    assert "2.0 kB" in html  # sent to a client of FedAvg a round
+    assert "2.0 kB" in html  # sent to a client of FedAvg per round
     assert "prefers-color-scheme: dark" in html
     assert "#00000" not in html  # every stand-in colour has become a variable
     assert "Test accuracy at each method" in html
     assert list(tmp_path.rglob("*.partial")) == []
 
 
-def test_page_says_what_others_learn_of_each_method(runs: list[RunRecord], federation: Federation) -> None:
-    html = page([*runs, record("fedproto", 0, {"north": 80, "south": 60})], federation=federation)
+def test_page_says_what_others_learn_of_each_method(runs: list[RunRecord], pictures: Pictures) -> None:
+    html = page([*runs, record("fedproto", 0, {"north": 80, "south": 60})], pictures=pictures)
     for name in ("local", "fedavg", "fedbn", "fedproto"):
         assert f"<dt>{name}: others learn</dt><dd>{METHODS[name].reveals}</dd>" in html
     assert len({METHODS[name].reveals for name in ("local", "fedavg", "fedproto")}) == 3
@@ -383,34 +390,32 @@ def test_page_says_what_others_learn_of_a_method_of_ones_own(tmp_path: Path) -> 
     class Mine(Method):
         reveals = "a secret"
 
-    sites = some_federation("digits-skew", clients=2, samples=20)
+    sites = make_federation("digits-skew", clients=2, samples=20)
     run = api.train(sites, Mine(), "mlp", rounds=1, out=tmp_path / "run")
     assert "mine" not in METHODS
-    assert "<dt>mine: others learn</dt><dd>a secret</dd>" in page([run.record], federation=sites)
+    assert "<dt>mine: others learn</dt><dd>a secret</dd>" in page([run.record])
 
 
-def test_page_escapes_what_it_is_given(federation: Federation) -> None:
+def test_page_escapes_what_it_is_given(pictures: Pictures) -> None:
     evil = "<script>alert(1)</script>"
-    check(page([record("local", 0, {evil: 50}), record("fedavg", 0, {evil: 60})], federation=federation))
+    check(page([record("local", 0, {evil: 50}), record("fedavg", 0, {evil: 60})], pictures=pictures))
 
 
-def test_page_without_matplotlib(
-    runs: list[RunRecord], federation: Federation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_page_without_matplotlib(runs: list[RunRecord], pictures: Pictures, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert not figures.available()
-    html = page(runs, federation=federation)
+    assert not canvas.available()
+    html = page(runs, pictures=pictures)
     assert "svg" not in check(html).tags
     assert 'pip install "fedprism[report]"' in html
     assert "<strong>76.0" in html
     with pytest.raises(FedprismError, match="matplotlib"):
-        figure(runs, "demo.png")
+        overview_figure(runs, "demo.png")
 
 
 def test_page_of_one_run_with_data_that_is_gone_and_many_clients() -> None:
     clients = {f"c{i}": 50 + i for i in range(50)}
     alone = record("fedavg", 0, clients, config={"data": {"name": "arrays:gone"}})
-    html = page([alone])
+    html = page([alone], pictures=pictures_of(alone))
     check(html)
     assert "The images cannot be shown" in html
     assert "One method, every client." in html
@@ -418,8 +423,8 @@ def test_page_of_one_run_with_data_that_is_gone_and_many_clients() -> None:
     assert "c49" not in page(both).split("What was run")[0]  # fifty bars without names
 
 
-def test_page_says_so_when_nothing_beats_training_alone(federation: Federation) -> None:
-    html = page([record("local", 0, {"a": 70}), record("fedavg", 0, {"a": 60})], federation=federation)
+def test_page_says_so_when_nothing_beats_training_alone(pictures: Pictures) -> None:
+    html = page([record("local", 0, {"a": 70}), record("fedavg", 0, {"a": 60})], pictures=pictures)
     assert "Nothing gained over training alone here." in html
 
 
@@ -441,8 +446,8 @@ def showing(run: RunRecord, *rounds: dict[str, dict[str, float]]) -> RunRecord:
         scores = {
             client: replace(
                 of[client],
-                paths=kind(values, "path:"),
-                inside={name: value for name, value in values.items() if ":" not in name},
+                branches=kind(values, "path:"),
+                diagnostics={name: value for name, value in values.items() if ":" not in name},
             )
             for client, values in clients.items()
         }
@@ -482,15 +487,15 @@ def insides() -> list[RunRecord]:
 
 
 def test_what_a_run_shows_by_hand(insides: list[RunRecord]) -> None:
-    seen = look(insides[0])
-    assert list(seen.paths) == ["up", WHOLE]
-    assert seen.paths["up"]["south"] == {0: 0.3, 1: 0.4, 2: 0.4}  # it stands where round 1 put it
-    assert seen.paths[WHOLE]["north"] == {0: 0.1, 1: 0.5, 2: 0.6}
+    seen = diagnostics_of(insides[0])
+    assert list(seen.branches) == ["up", WHOLE]
+    assert seen.branches["up"]["south"] == {0: 0.3, 1: 0.4, 2: 0.4}  # it stands where round 1 put it
+    assert seen.branches[WHOLE]["north"] == {0: 0.1, 1: 0.5, 2: 0.6}
     assert seen.values["share"]["north"] == {0: 0.1, 1: 0.3, 2: 0.5}
     assert seen.logs.keys() == {"share", "apart"}  # no loss; a value of the same name is of the training images
     assert seen.logs["apart"] == {"north": {1: 3.0, 2: 5.0}, "south": {1: 4.0, 2: 4.0}}
     assert seen.last == 2
-    assert look(record("fedavg", 0, {"a": 50})) == type(seen)()
+    assert diagnostics_of(record("fedavg", 0, {"a": 50})) == type(seen)()
 
 
 def test_panels_by_hand(insides: list[RunRecord]) -> None:
@@ -510,20 +515,20 @@ def test_panels_by_hand(insides: list[RunRecord]) -> None:
     assert apart.lines["north"].rounds == (1, 2)
 
 
-def test_what_is_not_finite_or_never_together_is_left_out(federation: Federation) -> None:
+def test_what_is_not_finite_or_never_together_is_left_out(pictures: Pictures) -> None:
     broken = showing(record("fedavg", 0, {"a": 50}), {"a": {"share": 0.5, "odd": nan}}, {"a": {"share": nan}})
     (panel,) = panels([broken])
     assert panel.lines["a"].rounds == (0,)
     early = showing(record("fedavg", 1, {"a": 50}), {}, {"a": {"share": 0.5}})
     assert panels([broken, early]) == []  # no round in which both seeds have a value
-    assert "Inside each method" not in page([broken, early], federation=federation)
+    assert "Inside each method" not in page([broken, early], pictures=pictures)
 
 
 def test_page_shows_what_is_inside(
-    insides: list[RunRecord], federation: Federation, monkeypatch: pytest.MonkeyPatch
+    insides: list[RunRecord], pictures: Pictures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = {"north": 40, "south": 40}
-    html = page([record("local", 0, alone, alone), *insides], federation=federation)
+    html = page([record("local", 0, alone, alone), *insides], pictures=pictures)
     section = html.partition("Inside each method")[2].partition("</section>")[0]
     assert check(html).tags.count("svg") == 3  # curves, gains and this
     assert section.count("<h3>") == section.count("<svg") == 1  # training alone shows nothing
@@ -532,9 +537,9 @@ def test_page_shows_what_is_inside(
     assert ">up  45.0<" in section
     assert ">whole model  72.5<" in section
     assert "#00000" not in html
-    assert "Inside each method" not in page([record("fedavg", 0, {"north": 40})], federation=federation)
+    assert "Inside each method" not in page([record("fedavg", 0, {"north": 40})], pictures=pictures)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "Inside each method" not in page(insides, federation=federation)
+    assert "Inside each method" not in page(insides, pictures=pictures)
 
 
 def test_page_shows_the_inside_of_the_first_clients_whatever_their_names() -> None:
@@ -565,7 +570,7 @@ def test_the_short_table_of_one_run(insides: list[RunRecord]) -> None:
     assert last_values(record("fedavg", 0, {"a": 50})) is None
 
 
-def test_the_table_and_the_curves_of_a_path(insides: list[RunRecord], federation: Federation) -> None:
+def test_the_table_and_the_curves_of_a_path(insides: list[RunRecord]) -> None:
     other = record("local", 0, {"north": 90, "south": 90}, {"north": 90, "south": 90})
     result = table([other, *insides], "last,path=up")
     assert cell(result, "fedavg", "mean") == (45.0, pytest.approx(50**0.5))  # of 40 and 50
@@ -574,7 +579,7 @@ def test_the_table_and_the_curves_of_a_path(insides: list[RunRecord], federation
     assert "local, seed 0: no figure, because local has no path 'up'" in str(result)
     assert "Test accuracy of the path up by itself" in str(result)
     assert next(csv.DictReader(StringIO(result.csv())))["protocol"] == "own,last,clients,path=up"
-    lead = page([other, *insides], "path=up", federation).partition("</header>")[0]
+    lead = page([other, *insides], "path=up").partition("</header>")[0]
     assert "The path up by itself, every client." in lead
     lines = curves([other, *insides], result.protocol)
     assert list(lines) == ["fedavg"]
@@ -635,7 +640,7 @@ def test_progress_on_a_terminal_is_a_line_that_vanishes() -> None:
 
 def test_clients_are_counted_in_a_round_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr("fedprism.report.progress.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("fedprism.cli.progress.time.monotonic", lambda: clock[0])
     out = StringIO()
     with Progress(Console(file=out, width=120, force_terminal=True, legacy_windows=False), ["fedavg"], 3) as progress:
         progress.begin(plan("fedavg", 3))
@@ -651,7 +656,7 @@ def test_clients_are_counted_in_a_round_that_takes_long(monkeypatch: pytest.Monk
 
 def test_time_left_counts_all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr("fedprism.report.progress.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("fedprism.cli.progress.time.monotonic", lambda: clock[0])
     progress = Progress(Console(file=StringIO()), ["fast", "slow", "fast", "new"], rounds=10)
 
     def run(method: str, seconds: float, rounds: int) -> None:
@@ -691,12 +696,6 @@ def test_traffic_by_hand() -> None:
     assert of("fedproto")[0] == Traffic(prototypes, prototypes)
 
 
-def test_settings_and_code_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings() -> None:
     names = [name for name, default, values, doc in settings_of(METHODS["ditto"]) if doc]
     assert names == ["lam", "personal_epochs"]
-    source = '"""What it is for."""\n\n# why\nclass Three:\n    """Of\n    two."""\n\n    x = 1\n    y = 2  # because\n'
-    (tmp_path / "counted.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    import counted  # type: ignore[import-not-found]
-
-    assert code_lines(counted.Three) == 3

@@ -14,12 +14,12 @@ from PIL import Image
 
 from fedprism.errors import FedprismError
 from fedprism.federation import ClientData, Federation, Split
-from fedprism.report.bubbles import bubbles, counts
-from fedprism.report.figures import LIGHT
+from fedprism.inspection.bubbles import bubbles, counts
+from fedprism.report.canvas import LIGHT
 
 
-def made(held: np.ndarray, domains: tuple[str, ...] = ("one",), test: int = 1) -> Federation:
-    """Clients with these training counts a class, and so many test images of class 0."""
+def made(samples: np.ndarray, domains: tuple[str, ...] = ("one",), test: int = 1) -> Federation:
+    """Clients with these training counts per class, and `test` test images of class 0."""
     source, like = torch.zeros(1, 1, 2, 2, dtype=torch.uint8), np.zeros((20, 1, 2, 2), dtype=np.uint8)
     data = Federation.from_arrays({"a": (like, np.arange(20) % 2)}).data
 
@@ -27,8 +27,8 @@ def made(held: np.ndarray, domains: tuple[str, ...] = ("one",), test: int = 1) -
         labels = torch.from_numpy(y)
         return Split.of(source, torch.zeros_like(labels), labels)
 
-    classes, clients = held.shape[1], {}
-    for place, row in enumerate(held):
+    classes, clients = samples.shape[1], {}
+    for place, row in enumerate(samples):
         train, tested = rows(np.repeat(np.arange(classes), row)), rows(np.zeros(test, dtype=np.int64))
         name = f"client-{place:03}"
         domain = domains[place % len(domains)]
@@ -57,8 +57,8 @@ def circles(svg: str) -> dict[tuple[int, int], float]:
 
 def test_areas_are_numbers(tmp_path: Path) -> None:
     """Client 0 has 100 of class 0; client 1 has 25 of class 0 and 400 of class 1: radii as 2 to 1 to 4."""
-    held = np.array([[100, 0], [25, 400]])
-    found = circles(bubbles(made(held), tmp_path / "b.svg", part="train").read_text())
+    samples = np.array([[100, 0], [25, 400]])
+    found = circles(bubbles(made(samples), tmp_path / "b.svg", part="train").read_text())
     assert len(found) == 3  # nothing where there is nothing
     (left, low), (right, high) = min(found), max(found, key=lambda place: (place[0], -place[1]))
     assert found[right, high] / found[left, low] == pytest.approx(2, rel=0.01)
@@ -70,13 +70,13 @@ def test_areas_are_numbers(tmp_path: Path) -> None:
 def test_any_size_is_readable(tmp_path: Path, clients: int, classes: int) -> None:
     """The picture stays of a size that a screen can show, and every taken place has a circle."""
     rng = np.random.default_rng(0)
-    held = rng.integers(1, 4, (clients, classes)) * (rng.random((clients, classes)) < 0.1)
-    held[:, 0] = 2
-    picture = Image.open(bubbles(made(held), tmp_path / "b.png"))
+    samples = rng.integers(1, 4, (clients, classes)) * (rng.random((clients, classes)) < 0.1)
+    samples[:, 0] = 2
+    picture = Image.open(bubbles(made(samples), tmp_path / "b.png"))
     assert 500 < picture.width < 2500
     assert 250 < picture.height < 2500
-    svg = bubbles(made(held), tmp_path / "b.svg").read_text()
-    assert len(circles(svg)) == int((held > 0).sum())
+    svg = bubbles(made(samples), tmp_path / "b.svg").read_text()
+    assert len(circles(svg)) == int((samples > 0).sum())
     shown = [int(number) for number in re.findall(r">client-(\d+)<", svg)]
     steps = set(np.diff(shown).tolist())
     assert shown[0] == 0
@@ -86,9 +86,9 @@ def test_any_size_is_readable(tmp_path: Path, clients: int, classes: int) -> Non
 
 def test_rows_never_merge(tmp_path: Path) -> None:
     """Of 200 classes side by side, the largest circles are not higher than their rows."""
-    held = np.zeros((20, 200), dtype=np.int64)
-    held[0], held[1:, 0] = 50, 2
-    svg = bubbles(made(held), tmp_path / "b.svg", part="train").read_text()
+    samples = np.zeros((20, 200), dtype=np.int64)
+    samples[0], samples[1:, 0] = 50, 2
+    svg = bubbles(made(samples), tmp_path / "b.svg", part="train").read_text()
     places = sorted((x, y) for x, y in circles(svg))
     heights = [y for x, y in places if x == places[0][0]]
     pitch = (max(heights) - min(heights)) / (len(heights) - 1)
@@ -106,12 +106,12 @@ def test_names_of_thirty_letters_are_whole(tmp_path: Path) -> None:
 
 
 def test_domains_have_colours_where_clients_share_them(tmp_path: Path) -> None:
-    held = np.full((4, 2), 10)
-    shared = bubbles(made(held, ("dark", "light")), tmp_path / "b.svg").read_text()
+    samples = np.full((4, 2), 10)
+    shared = bubbles(made(samples, ("dark", "light")), tmp_path / "b.svg").read_text()
     assert all(colour in shared for colour in LIGHT[:2])
     assert ">dark<" in shared
     assert ">light<" in shared
-    own = bubbles(made(held, ("a", "b", "c", "d")), tmp_path / "c.svg").read_text()
+    own = bubbles(made(samples, ("a", "b", "c", "d")), tmp_path / "c.svg").read_text()
     assert LIGHT[1] not in own
 
 
@@ -132,7 +132,7 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     federation = made(np.full((2, 2), 10))
     with pytest.raises(FedprismError, match=r"\.png or \.svg"):
         bubbles(federation, tmp_path / "b.pdf")
-    with pytest.raises(FedprismError, match="unknown part 'trian'"):
+    with pytest.raises(FedprismError, match="unknown split 'trian'"):
         bubbles(federation, tmp_path / "b.png", part="trian")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(FedprismError, match="pip install"):

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,9 +10,8 @@ import pytest
 from fedprism import api
 from fedprism.config import Config, dump, read, structure
 from fedprism.records import RunDirectory
-from tests.helpers import same
+from tests.harness import RUN, killed, same
 
-RUN = "import sys, fedprism as fp, fedprism.config as c; fp.run_config(c.read(sys.argv[1]), 'x', out=sys.argv[2])"
 RESUME = "import sys, fedprism as fp; fp.resume(sys.argv[1])"
 ROUNDS = 14
 AUGMENT = {"fedbn": ["flip", {"name": "rotate", "degrees": 30}]}  # as FedBN's own experiments have it
@@ -39,29 +33,11 @@ def write_config(path: Path, method: str) -> Path:
     return path
 
 
-def lines(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def killed(command: list[str], run: Path, after: int, delay: float) -> bool:
-    """Start a process and kill it a moment after so many rounds were recorded; False if it ended before."""
-    process = subprocess.Popen([sys.executable, "-c", *command], start_new_session=True)
-    deadline = time.monotonic() + 120
-    while process.poll() is None and lines(run / "metrics.jsonl") < after and time.monotonic() < deadline:
-        time.sleep(0.002)
-    time.sleep(delay)
-    alive = process.poll() is None
-    if alive:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait(timeout=30)
-    return alive
-
-
 # Of each kind of state one; all methods are resumed, without a kill, in the conformance suite.
 METHODS = ["fedbn", "scaffold", "lg-fedavg", "fedpick", "fedsce"]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [pytest.param(m, marks=() if m == "fedpick" else pytest.mark.slow) for m in METHODS])
 def test_killed_twice_and_resumed_is_the_straight_run(tmp_path: Path, method: str) -> None:
     config = write_config(tmp_path / "config.yaml", method)
     straight = api.run_config(read(config), "x", out=tmp_path / "straight")

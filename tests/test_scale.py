@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from types import FrameType
@@ -18,11 +19,8 @@ import torch
 
 from fedprism import api
 from fedprism.config import Config, read
-from fedprism.engines.client import Failure, Result, Scores
-from fedprism.engines.events import Callback, RoundRecord, Score, Snapshot
-from fedprism.engines.inprocess import InProcess, Request
-from fedprism.engines.keeping import InMemory, Kept, OnDisk
-from fedprism.federation import make_federation
+from fedprism.engines.inprocess import InProcess
+from fedprism.federation import build_federation
 from fedprism.methods import make
 from fedprism.methods.base import State
 from fedprism.records import RunDirectory, checkpoint
@@ -31,8 +29,10 @@ from fedprism.records.metrics import ordered
 from fedprism.records.standing import Standing
 from fedprism.report.html import page
 from fedprism.report.table import table
-from tests.helpers import CPU, loop_for
-from tests.test_report import record
+from fedprism.round.engine import ClientScores, Failure, Request, Result
+from fedprism.round.events import Callback, RoundRecord, Score, Snapshot
+from fedprism.store.clients import ClientStore, DiskStore, MemoryStore
+from tests.harness import CPU, loop_for, record
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "ten-thousand-clients.yaml"
@@ -50,20 +50,20 @@ def example(clients: int, *settings: str) -> Config:
 
 
 class Counted(InProcess):
-    """The reference engine; it counts what it is asked for, and the states that are made for whoever has none."""
+    """The reference engine; it counts the requests, and those that come with a state."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.asked: Counter[str] = Counter()
 
-    def train(self, round: int, requests: Any) -> dict[str, Result | Failure]:
+    def train(self, round: int, requests: Any) -> Iterator[tuple[str, Result | Failure]]:
         return super().train(round, self.counted("trained", requests))
 
-    def evaluate(self, round: int, requests: Any) -> dict[str, Scores | Failure]:
+    def evaluate(self, round: int, requests: Any) -> Iterator[tuple[str, ClientScores | Failure]]:
         return super().evaluate(round, self.counted("tested", requests))
 
-    def receive(self, round: int, requests: Any) -> dict[str, State | Failure]:
-        return super().receive(round, self.counted("told", requests))
+    def receive(self, round: int, requests: Any) -> Iterator[tuple[str, State | Failure]]:
+        return super().receive(round, self.counted("received", requests))
 
     def counted(self, what: str, requests: dict[str, Request]) -> dict[str, Request]:
         self.asked[what] += len(requests)
@@ -76,25 +76,25 @@ class Calls(Callback):
 
     def __init__(self) -> None:
         self.rounds: list[int] = []
-        self.now = 0
+        self.calls = 0
 
     def round(self, record: RoundRecord, snapshot: Snapshot) -> None:
         sys.setprofile(None)
-        self.rounds.append(self.now)
-        self.now = 0
+        self.rounds.append(self.calls)
+        self.calls = 0
         sys.setprofile(self.count)
 
     def end(self, status: str) -> None:
         sys.setprofile(None)
 
     def count(self, frame: FrameType, event: str, _: object) -> None:
-        self.now += event == "call"
+        self.calls += event == "call"
 
 
 def work(clients: int, rounds: int, where: str, out: Path) -> tuple[Counter[str], list[int]]:
     """What a run asks of its engine, and the calls of every training round."""
     config = example(clients, f"train.rounds={rounds}", f"clients.state={where}")
-    federation = make_federation(config.data, config.seed)
+    federation = build_federation(config.data, config.seed)
     method = make(config.method)
     info = loop_for(method, config, federation).info
     engine, calls = Counted(method, config, info, federation, CPU), Calls()
@@ -111,7 +111,7 @@ def compare(few: int, many: int, rounds: int, where: str, path: Path) -> None:
     for asked, _ in (small, large):
         assert asked["trained"] == rounds * PARTICIPANTS
         assert asked["tested"] == (rounds + 1) * PARTICIPANTS  # and once before the first round
-        assert asked["told"] == 0
+        assert asked["received"] == 0
         # A client has a state from its first training on: what is read is at most what was trained before.
         assert asked["states"] <= 2 * rounds * PARTICIPANTS
     # Returning clients are a little less work than new ones, and there are fewer of those among many.
@@ -123,16 +123,17 @@ def test_the_work_of_a_round_does_not_depend_on_the_number_of_clients(tmp_path: 
     compare(60, 600, 3, where, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_count_of_calls_would_show_work_on_every_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def careless(self: InMemory) -> dict[str, State | None]:
-        return {client: untouched(state) for client, state in self.items()}
+    def careless(self: MemoryStore) -> dict[str, State | None]:
+        return {client_id: untouched(state) for client_id, state in self.items()}
 
     def untouched(state: State | None) -> State | None:
         return state
 
     few, many = (work(clients, 1, "memory", tmp_path / str(clients))[1] for clients in (60, 3000))
     assert sum(many) < 1.25 * sum(few)
-    monkeypatch.setattr(InMemory, "frozen", careless)
+    monkeypatch.setattr(MemoryStore, "snapshot", careless)
     assert sum(work(3000, 1, "memory", tmp_path / "careless")[1]) >= sum(many) + 3000
 
 
@@ -167,7 +168,9 @@ def test_a_checkpoint_writes_what_changed_and_reads_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     names = [f"client-{i:04d}" for i in range(500)]
-    states: Kept = InMemory(dict.fromkeys(names)) if where == "memory" else OnDisk(names, CPU, 100)
+    states: ClientStore = MemoryStore(dict.fromkeys(names))
+    if where == "disk":
+        states = DiskStore(names, lambda state: state, 100)
     states.open(tmp_path / "states")
     for place, name in enumerate(names):
         states[name] = {"w": torch.tensor([float(place)])}
@@ -179,13 +182,13 @@ def test_a_checkpoint_writes_what_changed_and_reads_nothing(
 
     monkeypatch.setattr(checkpoint, "_read", counted)
     server = {"w": torch.tensor([-1.0])}
-    store.save(Snapshot(0, server, states.frozen()), keep=())
+    store.save(Snapshot(0, server, states.snapshot()), keep=())
     before = {path.name for path in store.files.iterdir()}
     assert len(before) == 501
     for round in (1, 2, 3):
         for place in (7, 11):
             states[names[place]] = {"w": torch.tensor([round + place / 100])}
-        store.save(Snapshot(round, server, states.frozen()), keep=())
+        store.save(Snapshot(round, server, states.snapshot()), keep=())
         after = {path.name for path in store.files.iterdir()}
         assert len(after - before) == 2
         assert len(after) <= 501 + 2  # the last two checkpoints
@@ -203,15 +206,15 @@ def test_running_means_are_those_of_all_latest_scores() -> None:
         for client in tested:
             total = rng.choice([0, 3, 7, 10])
             scores[f"c{client}"] = Score(rng.randint(0, total), total, 0.0)
-        assert standing.see(RoundRecord(round, scores={"received": {"test": scores}})) == bool(scores)
-        held = [score for score in standing.latest.values() if score.total]
-        assert standing.tested == len(held) == len(standing.accuracy()) == len(standing.images())
-        if held:
-            assert standing.exact_mean("clients") == sum(Fraction(s.correct, s.total) for s in held) / len(held)
-            assert standing.exact_mean("samples") == Fraction(sum(s.correct for s in held), sum(s.total for s in held))
+        assert standing.add(RoundRecord(round, scores={"received": {"test": scores}})) == bool(scores)
+        last = [score for score in standing.latest.values() if score.total]
+        assert standing.tested == len(last) == len(standing.accuracy()) == len(standing.images())
+        if last:
+            assert standing.exact_mean("clients") == sum(Fraction(s.correct, s.total) for s in last) / len(last)
+            assert standing.exact_mean("samples") == Fraction(sum(s.correct for s in last), sum(s.total for s in last))
 
 
-def test_names_are_put_in_order_whoever_is_there() -> None:
+def test_names_are_put_in_order() -> None:
     order = ("b", "a", "c")
     assert list(ordered({"x": 0, "c": 1, "b": 2, "m": 3}, order)) == ["b", "c", "m", "x"]
     assert ordered({}, order) == {}

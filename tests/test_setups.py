@@ -12,7 +12,7 @@ import pytest
 from fedprism import config as configuration
 from fedprism.api import resolve
 from fedprism.data import DATASETS
-from fedprism.federation import make_federation
+from fedprism.federation import build_federation
 from fedprism.federation.partitions import partition_of
 from fedprism.methods import METHODS
 from fedprism.records import Protocol
@@ -59,7 +59,7 @@ def test_a_set_up_makes_its_federation_of_real_data(path: Path) -> None:
             data = replace(data, samples=None)
     if data.image_size == 256:
         data = replace(data, image_size=64)
-    made = make_federation(data, 0)
+    made = build_federation(data, 0)
     wanted = data.partition.settings.get("clients")
     assert wanted in (None, len(made.clients))
     if data.samples is not None:

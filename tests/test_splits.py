@@ -1,4 +1,4 @@
-"""Parts of a client's data: FedBN's rule, fractions, rows in common, noise, and a choice of domains."""
+"""SplitIndices of a client's data: FedBN's rule, fractions, rows in common, noise, and a choice of domains."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fedprism.config import DataConfig, Named, SplitConfig
 from fedprism.data import DATASETS, Dataset
 from fedprism.data.base import Level, load
 from fedprism.errors import ConfigError, DataError
-from fedprism.federation import ClientData, Federation, Split, build, federation, make_federation
+from fedprism.federation import ClientData, Federation, Split, build, build_federation, make_federation
 from fedprism.federation.build import noisy
-from fedprism.federation.splits import Parts, as_the_smallest, count
+from fedprism.federation.splits import SplitIndices, as_the_smallest, count
 
 
 def sizes(made: Federation) -> list[tuple[int, int, int]]:
@@ -24,8 +24,8 @@ def sizes(made: Federation) -> list[tuple[int, int, int]]:
 
 def test_the_rule_of_fedbn() -> None:
     """Office: 125 images at the smallest client; 62 to train on, 50 to choose the round by, at every client."""
-    parts = {"dslr": Parts(np.arange(125), np.empty(0, int), np.arange(3))}
-    parts["amazon"] = Parts(np.arange(1000, 1766), np.empty(0, int), np.arange(5))
+    parts = {"dslr": SplitIndices(np.arange(125), np.empty(0, int), np.arange(3))}
+    parts["amazon"] = SplitIndices(np.arange(1000, 1766), np.empty(0, int), np.arange(5))
     made = as_the_smallest(parts, SplitConfig(rule="smallest", train=0.5, validation=0.4))
     assert made["dslr"].train.tolist() == list(range(62))
     assert made["dslr"].validation.tolist() == list(range(75, 125))
@@ -41,13 +41,13 @@ def test_the_rule_of_fedbn() -> None:
 def test_shares_that_are_whole_numbers_up_to_float_error() -> None:
     """0.07 * 100 is 7.000000000000001 in floating point, and 0.29 * 100 is 28.999999999999996."""
     assert count(0.07, 100, up=True) == 7
-    parts = {"a": Parts(np.arange(100), np.empty(0, int), np.arange(3))}
+    parts = {"a": SplitIndices(np.arange(100), np.empty(0, int), np.arange(3))}
     made = as_the_smallest(parts, SplitConfig(rule="smallest", train=0.29, validation=0.57))["a"]
     assert (len(made.train), len(made.validation)) == (29, 57)
 
 
 def test_the_rule_of_fedbn_in_a_federation() -> None:
-    made = federation("digits-skew", split={"rule": "smallest", "train": 0.5, "validation": 0.4})
+    made = make_federation("digits-skew", split={"rule": "smallest", "train": 0.5, "validation": 0.4})
     assert {s[:2] for s in sizes(made)} == {(72, 57)}  # of 144 images that are not for the test
     used = sum(map(sum, sizes(made)))
     assert made.left_out == 1797 - used > 0
@@ -66,11 +66,11 @@ def test_the_rule_of_fedbn_in_a_federation() -> None:
 )
 def test_shares_that_do_not_fit_are_refused(split: dict[str, object], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        federation("digits-skew", split=split)
+        make_federation("digits-skew", split=split)
 
 
 def test_a_fraction_of_the_training_images() -> None:
-    whole, part = federation("digits-skew"), federation("digits-skew", fraction=0.25)
+    whole, part = make_federation("digits-skew"), make_federation("digits-skew", fraction=0.25)
     for name, client in part.clients.items():
         full = whole.clients[name]
         assert len(client.train) == 27
@@ -80,11 +80,11 @@ def test_a_fraction_of_the_training_images() -> None:
         assert {image.numpy().tobytes() for image in client.train.x} <= held
         assert client.class_counts().min() >= 1
     assert part.left_out == 5 * 81
-    assert sizes(federation("digits-skew", fraction=0.5, samples=20))[0][0] == 20
+    assert sizes(make_federation("digits-skew", fraction=0.5, samples=20))[0][0] == 20
     with pytest.raises(DataError, match="at most that many"):
-        federation("digits-skew", fraction=0.1, samples=20)
+        make_federation("digits-skew", fraction=0.1, samples=20)
     with pytest.raises(DataError, match="training"):
-        federation("digits-skew", fraction=0.001)
+        make_federation("digits-skew", fraction=0.001)
 
 
 def test_rows_in_common_are_gathered_when_asked_for() -> None:
@@ -122,7 +122,7 @@ def test_a_split_says_how_many_and_of_what_shape() -> None:
 
 
 def test_clients_hold_rows_of_the_dataset_and_no_copies() -> None:
-    made = federation("digits-skew")
+    made = make_federation("digits-skew")
     storages = {client.split(part)._source.data_ptr() for client in made.clients.values() for part in ("train", "test")}
     assert len(storages) == 1
 
@@ -156,7 +156,8 @@ def test_noise_has_its_deviation_is_clipped_and_keyed() -> None:
     grey = torch.full((400, 3, 8, 8), 128, dtype=torch.uint8)
     part = Split(grey, torch.zeros(400, dtype=torch.int64))
     empty = Split(grey[:0], part.y[:0])
-    client = replace(next(iter(federation("digits-skew").clients.values())), train=part, validation=empty, test=part)
+    first = next(iter(make_federation("digits-skew").clients.values()))
+    client = replace(first, train=part, validation=empty, test=part)
     made = noisy(client, 10.0, seed=0)
     assert made.train.x.dtype == torch.uint8
     assert made.train.x.float().std().item() == pytest.approx(10, rel=0.02)
@@ -179,27 +180,27 @@ def _texts(length: int = 5, words: int = 50) -> Dataset:
 
 def test_texts_make_a_federation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(DATASETS._items, "texts", lambda config, seed: _texts())
-    made = federation("texts", clients=2)
+    made = make_federation("texts", clients=2)
     assert made.shape == (5, 50)
     assert "texts of 5 tokens, 50 words" in repr(made)
     assert next(iter(made.clients.values())).train.x.dtype == torch.int32
     with pytest.raises(DataError, match="words is 0"):
         replace(_texts(), words=0)
-    with pytest.raises(ConfigError, match="these are texts"):
+    with pytest.raises(ConfigError, match="this dataset has texts"):
         noisy(next(iter(made.clients.values())), 5.0, 0)
 
 
 def test_a_choice_of_domains_in_its_order() -> None:
-    made = federation("digits-skew", domains=("rotated", "plain"), clients=2)
+    made = make_federation("digits-skew", domains=("rotated", "plain"), clients=2)
     assert made.names == ("rotated", "plain")
-    whole = federation("digits-skew")
+    whole = make_federation("digits-skew")
     assert sum(map(sum, sizes(made))) == sum(
         len(whole.clients[name].split(part)) for name in made.names for part in ("train", "validation", "test")
     )
     assert made.left_out == 0
     for wrong, why in ((("plane",), "Did you mean 'plain'"), (("plain", "plain"), "each once"), ((), "one or more")):
         with pytest.raises(ConfigError, match=why):
-            federation("digits-skew", domains=wrong)
+            make_federation("digits-skew", domains=wrong)
 
 
 def test_levels_and_test_parts_follow_a_choice_of_domains(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,12 +240,12 @@ def test_a_test_part_that_is_rounded_up(monkeypatch: pytest.MonkeyPatch) -> None
     held = Dataset("dslr", images, labels, torch.zeros(157).long(), ("dslr",), names, None, 0.2, round_up=True)
     monkeypatch.setitem(DATASETS._items, "dslr", lambda config, seed: held)
     config = DataConfig(name="dslr", partition=Named("domain", {"clients": 1}), split=SplitConfig(validation=0.0))
-    assert sizes(make_federation(config, 0)) == [(125, 0, 32)]
-    assert sizes(make_federation(replace(config, split=SplitConfig(validation=0.0, test=0.2)), 0)) == [(125, 0, 32)]
+    assert sizes(build_federation(config, 0)) == [(125, 0, 32)]
+    assert sizes(build_federation(replace(config, split=SplitConfig(validation=0.0, test=0.2)), 0)) == [(125, 0, 32)]
 
 
 @pytest.mark.parametrize("seed", [1, 7, 31])
 def test_a_dirichlet_draw_leaves_enough_to_train_on(seed: int) -> None:
     """Of 64 images 20 are for training, of 65 and of 66 only 19: what a client is dealt must do for any more, too."""
-    made = federation("digits-skew", seed=seed, partition={"name": "dirichlet", "clients": 14, "alpha": 1.0})
+    made = make_federation("digits-skew", seed=seed, partition={"name": "dirichlet", "clients": 14, "alpha": 1.0})
     assert min(size[0] for size in sizes(made)) >= 20

@@ -31,7 +31,7 @@ from with_serial import one_round
 from workload import Workload, first_model
 
 from fedprism import keys
-from fedprism.engines.client import make_info
+from fedprism.round.client import make_info
 
 HERE = Path(__file__).resolve().parent
 LR, SEED = 0.005, 0
@@ -250,7 +250,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=2, help="rounds before them")
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--clients", type=int, default=20)
-    parser.add_argument("--samples", type=int, default=100, help="training images a client")
+    parser.add_argument("--samples", type=int, default=100, help="training images per client")
     parser.add_argument("--batch", type=int, default=10)
     parser.add_argument("--classes", type=int, default=10)
     parser.add_argument("--only", nargs="+", help="these contenders, and the plain loop")

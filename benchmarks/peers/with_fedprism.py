@@ -1,4 +1,4 @@
-"""The workload on one of fedprism's engines, with its defaults: one thread a client, deterministic, checked uploads."""
+"""The workload on an engine of fedprism with its defaults: one thread per client, deterministic, checked uploads."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from workload import Clock, Workload, read
 import fedprism as fp
 from fedprism.config import Config, structure
 from fedprism.engines.choose import make_engine
-from fedprism.engines.client import make_info
-from fedprism.engines.loop import make_loop
 from fedprism.engines.numerics import choose_device, numerics
+from fedprism.round.client import make_info
+from fedprism.round.loop import make_loop
 
 
 def names(clients: int) -> tuple[str, ...]:
@@ -23,7 +23,7 @@ def names(clients: int) -> tuple[str, ...]:
 def configuration(batch: int, lr: float, rounds: int, **run: object) -> Config:
     raw = {
         "model": "cnn4",
-        "train": {"batch": batch, "rounds": rounds, "optimizer": {"lr": lr, "momentum": 0.0}},
+        "train": {"batch_size": batch, "rounds": rounds, "optimizer": {"lr": lr, "momentum": 0.0}},
         "evaluate": {"moments": []},
         "run": {"device": "cpu", **run},
     }
@@ -53,7 +53,7 @@ def main() -> None:
     with numerics(config.run, device):
         engine = make_engine(fp.FedAvg(), config, info, data, device)
         try:
-            loop = make_loop(fp.FedAvg(), config, info, data, engine, device)
+            loop = make_loop(fp.FedAvg(), config, info, data, engine)
             loop.server = {name: work.weights[name].clone() for name in loop.server}
             clock.start()
             for round in range(work.rounds):

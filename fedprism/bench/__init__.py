@@ -1,1 +1,1 @@
-"""Measurements of speed and memory, as `fedprism bench` makes them: every comparison side by side, in one run."""
+"""Measurements of speed and memory for `fedprism bench`; all contenders of a comparison run side by side."""

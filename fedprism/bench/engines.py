@@ -1,4 +1,4 @@
-"""The engines side by side with a plain serial loop, workload by workload; and the options of an engine likewise."""
+"""Compare the engines with a plain serial loop on each workload, and the options of an engine with each other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fedprism.bench.progress import Rows
-from fedprism.bench.race import ByHand, Engined, Entry, Outcome, Pace, race
+from fedprism.bench.race import ByHand, Comparison, ContenderSpec, Engined, Pace, race
 from fedprism.bench.results import Results
 from fedprism.bench.serial import SERIAL
 from fedprism.bench.workloads import (
@@ -20,17 +20,17 @@ from fedprism.bench.workloads import (
     chosen_methods,
     configure,
     make_clients,
-    most_images,
+    max_images,
 )
-from fedprism.engines.inprocess import ENGINES
+from fedprism.engines import ENGINES
 from fedprism.engines.numerics import choose_device, choose_precision
-from fedprism.engines.passes import batch_sizes
-from fedprism.engines.processes import cores
+from fedprism.engines.processes.engine import cores
 from fedprism.errors import ConfigError, unknown
 from fedprism.federation import Federation
 from fedprism.methods import find
 from fedprism.methods.base import Pass
 from fedprism.models import architectures
+from fedprism.round.training import batch_sizes
 
 BY_HAND, REFERENCE = "serial", "inprocess"
 MISSING = "this engine is not part of the installed version"
@@ -43,7 +43,7 @@ KINDS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {  # device -> name in th
     },
 }
 SLOTS = (1, 2, 4, 8, 16, 20, 24)
-EFFECT: Mapping[str, Collection[str]] = {  # what is measured instead of the engines -> what of the rest it heeds
+EFFECT: Mapping[str, Collection[str]] = {  # measured instead of the engines -> the other options that it supports
     "--options": ("--samples", "--rounds"),
     "--workers": ("--samples", "--rounds"),
     "--growth": (),
@@ -52,25 +52,27 @@ EFFECT: Mapping[str, Collection[str]] = {  # what is measured instead of the eng
 
 @dataclass(frozen=True)
 class Ask:
-    """What the command was asked for."""
+    """The options of the command."""
 
     device: torch.device
     quick: bool = False
     workloads: tuple[str, ...] = ()
     methods: tuple[str, ...] | None = None
     engines: tuple[str, ...] | None = None
-    samples: int | None = None  # training images a client
-    rounds: int | None = None  # measured, at most
+    samples: int | None = None  # training images per client
+    rounds: int | None = None  # maximum number of measured rounds
     force: bool = False
     command: str = "fedprism bench"
 
     @property
     def pace(self) -> Pace:
         pace = Pace(rounds=2, seconds=3.0) if self.quick else Pace()
-        return pace if self.rounds is None else replace(pace, rounds=self.rounds, least=min(pace.least, self.rounds))
+        if self.rounds is None:
+            return pace
+        return replace(pace, rounds=self.rounds, min_rounds=min(pace.min_rounds, self.rounds))
 
     def key(self, name: str) -> str:
-        """Of a row: another number of images is another row."""
+        """The key of a row; another number of images is another row."""
         return name if self.samples is None else f"{name}/{self.samples}"
 
 
@@ -86,7 +88,7 @@ def find_device(name: str) -> torch.device:
 
 
 def check(ask: Ask, instead: Sequence[str] = ()) -> None:
-    """Whatever is mistaken, or would have no effect on what is measured `instead`, is told before it begins."""
+    """Refuse wrong options, and options without effect on what is measured `instead`, before anything runs."""
     for workload in chosen(ask.workloads).values():
         chosen_methods(workload, ask.quick, ask.methods)
     here = KINDS[ask.device.type]
@@ -109,9 +111,9 @@ def check(ask: Ask, instead: Sequence[str] = ()) -> None:
 
 
 def wanted(ask: Ask, method: str, before: Mapping[str, Any] | None = None) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The contenders of a method, the one that others are compared to first; and why some are not there.
+    """The contenders of a method, the baseline first, and why others are missing.
 
-    Those of the row that was there before stay.
+    The contenders of an existing row stay in it.
     """
     stay = () if before is None else (*before["done"], *before["left_out"])
     base = BY_HAND if find(method).id in SERIAL else REFERENCE
@@ -122,39 +124,39 @@ def wanted(ask: Ask, method: str, before: Mapping[str, Any] | None = None) -> tu
 
 
 def measure_engines(ask: Ask, results: Results, rows: Rows) -> None:
-    """A row a workload and method."""
+    """Measure one row per workload and method."""
     every = [
         (name, workload, method, ask.key(f"{name}/{find(method).id}"))
         for name, workload in chosen(ask.workloads).items()
         for method in chosen_methods(workload, ask.quick, ask.methods)
     ]
     plan = [each for each in every if ask.force or not results.has("engines", each[3], wanted(ask, each[2])[0])]
-    plan.sort(key=lambda each: results.find("engines", each[3]) is not None)  # what is tried again comes last
+    plan.sort(key=lambda each: results.find("engines", each[3]) is not None)  # retries come last
     rows.expect(len(plan), len(every) - len(plan))
-    held: tuple[str, Federation] | None = None
+    loaded: tuple[str, Federation] | None = None
     for name, workload, method, key in plan:
         names, missing = wanted(ask, method, results.find("engines", key))
         rows.begin(f"{name} {find(method).id}", ask.pace.steps(len(names)))
-        if held is None or held[0] != name:
-            held = None  # frees the images of the last one first
-            held = name, make_clients(workload, most_images(workload, ask.device, ask.quick, ask.samples))
+        if loaded is None or loaded[0] != name:
+            loaded = None  # frees the images of the last workload first
+            loaded = name, make_clients(workload, max_images(workload, ask.device, ask.quick, ask.samples))
         outcome = race(
-            [entry(each, workload, method, held[1], ask.device) for each in names],
-            trained(held[1]),
+            [entry(each, workload, method, loaded[1], ask.device) for each in names],
+            trained(loaded[1]),
             ask.device,
             ask.pace,
-            rows.tell,
+            rows.step,
         )
-        row = described(name, workload, method, held[1], ask) | outcome_row(outcome, missing)
+        row = described(name, workload, method, loaded[1], ask) | outcome_row(outcome, missing)
         results.add("engines", key, row, ask.command)
         rows.end(in_words(outcome))
 
 
-def entry(name: str, workload: Workload, method: str, federation: Federation, device: torch.device) -> Entry:
-    """One contender of the table."""
+def entry(name: str, workload: Workload, method: str, federation: Federation, device: torch.device) -> ContenderSpec:
+    """One contender of the engines' table."""
     if name == BY_HAND:
         config = configure(workload, method, device, {"engine": REFERENCE})
-        return Entry(name, lambda: ByHand(config, federation, device))
+        return ContenderSpec(name, lambda: ByHand(config, federation, device))
     return variant(name, workload, method, federation, device, KINDS[device.type][name])
 
 
@@ -165,17 +167,17 @@ def variant(
     federation: Federation,
     device: torch.device,
     run: Mapping[str, Any],
-) -> Entry:
-    """An engine with settings of its own; those that this machine cannot do are told when it is made."""
-    return Entry(name, lambda: Engined(configure(workload, method, device, run), federation, device))
+) -> ContenderSpec:
+    """An engine with its own settings; settings that this machine does not support fail when it is made."""
+    return ContenderSpec(name, lambda: Engined(configure(workload, method, device, run), federation, device))
 
 
 def described(name: str, workload: Workload, method: str, federation: Federation, ask: Ask) -> dict[str, Any]:
-    """What a row was measured on."""
+    """A description of the workload of a row."""
     config = configure(workload, method, ask.device, {"engine": REFERENCE})
     arch = architectures(config.model, federation.names, federation.classes, federation.shape)[federation.names[0]]
     sizes = [(len(data.train), len(data.test)) for data in federation.clients.values()]
-    steps = sum(len(batch_sizes(train, workload.batch, config.train.last_batch, Pass.least)) for train, _ in sizes)
+    steps = sum(len(batch_sizes(train, workload.batch, config.train.last_batch, Pass.min_batch)) for train, _ in sizes)
     return {
         "workload": name,
         "method": find(method).id,
@@ -184,7 +186,7 @@ def described(name: str, workload: Workload, method: str, federation: Federation
         "image": list(workload.shape),
         "clients": len(sizes),
         "batch": workload.batch,
-        "steps": steps,  # of all clients in a round, over all images once
+        "steps": steps,  # of all clients in one epoch
         "mean_batch": round(trained(federation) / steps, 2),
         "samples": ask.samples,
         "train_images": sum(train for train, _ in sizes),
@@ -197,7 +199,7 @@ def described(name: str, workload: Workload, method: str, federation: Federation
     }
 
 
-def outcome_row(outcome: Outcome, missing: Mapping[str, str]) -> dict[str, Any]:
+def outcome_row(outcome: Comparison, missing: Mapping[str, str]) -> dict[str, Any]:
     return {
         "baseline": outcome.results[0]["name"] if outcome.results else None,
         "contenders": outcome.results,
@@ -212,8 +214,8 @@ def trained(federation: Federation) -> int:
     return sum(len(data.train) for data in federation.clients.values())
 
 
-def in_words(outcome: Outcome) -> str:
-    """The fastest, for a line of progress."""
+def in_words(outcome: Comparison) -> str:
+    """The fastest contender, for a line of progress."""
     if not outcome.results:
         return "nothing could be measured"
     best = max(outcome.results, key=lambda each: float(each["round_per_second"]))
@@ -249,20 +251,20 @@ def option_groups(device: torch.device) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def measure_options(ask: Ask, results: Results, rows: Rows) -> None:
-    """A row an option, on the first workload: its values side by side, the default first."""
+    """Measure one row per option on the first workload: its values side by side, the default first."""
     workload, method = WORKLOADS[FIRST], "fedavg"
     groups = option_groups(ask.device)
     plan = [each for each in groups if ask.force or not results.has("options", ask.key(each), groups[each])]
-    plan.sort(key=lambda option: results.find("options", ask.key(option)) is not None)  # tried again: last
+    plan.sort(key=lambda option: results.find("options", ask.key(option)) is not None)  # retries come last
     rows.expect(len(plan), len(groups) - len(plan))
     if not plan:
         return
-    federation = make_clients(workload, most_images(workload, ask.device, ask.quick, ask.samples))
+    federation = make_clients(workload, max_images(workload, ask.device, ask.quick, ask.samples))
     for option in plan:
         values = groups[option]
         rows.begin(f"option {option}", ask.pace.steps(len(values)))
         entries = [variant(value, workload, method, federation, ask.device, run) for value, run in values.items()]
-        outcome = race(entries, trained(federation), ask.device, ask.pace, rows.tell)
+        outcome = race(entries, trained(federation), ask.device, ask.pace, rows.step)
         row = {"option": option, "engine": next(iter(values.values()))["engine"]}
         row |= described(FIRST, workload, method, federation, ask) | outcome_row(outcome, {})
         results.add("options", ask.key(option), row, ask.command)

@@ -1,4 +1,4 @@
-"""How time and memory grow with clients, with the model and with participation; a picture of each."""
+"""How time and memory grow with the number of clients, the model size and participation, with a plot of each."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from fedprism import atomic
 from fedprism.bench.engines import Ask
 from fedprism.bench.progress import Rows
 from fedprism.bench.results import Results, Row
-from fedprism.engines.inprocess import ENGINES
+from fedprism.engines import ENGINES
 from fedprism.errors import FedprismError
-from fedprism.report.figures import INKS, LIGHT, available
+from fedprism.report.canvas import INKS, LIGHT, available
 
-FIXED = 10  # participants, where their number does not grow with the clients
-SHARE = 0.1  # of the clients, where it does
+FIXED = 10  # participants in series with a fixed number of them
+SHARE = 0.1  # participation in series where their number grows with the clients
 
 
 @dataclass(frozen=True)
-class Curve:
-    """What one picture shows: the number along its axis, in which field of a point's answer, and how it is called."""
+class GrowthCurve:
+    """One plot: its title, the field of a point's result along the x axis, and the label of that axis."""
 
     title: str
     along: str
-    words: str
+    label: str
 
 
-CURVES: Mapping[str, Curve] = {
-    "clients": Curve("clients", "clients", "clients"),
-    "model": Curve("model size", "parameters", "parameters of the model"),
-    "participation": Curve("participation", "participants", "clients that take part in a round"),
+CURVES: Mapping[str, GrowthCurve] = {
+    "clients": GrowthCurve("clients", "clients", "clients"),
+    "model": GrowthCurve("model size", "parameters", "parameters of the model"),
+    "participation": GrowthCurve("participation", "participants", "clients that take part in a round"),
 }
 
 
 def points(quick: bool) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Curve, series, and what the point is measured with."""
+    """Curve, series and settings of each point."""
     counts = (10, 100, 1000) if quick else (10, 100, 1000, 10_000)
     rounds = 2 if quick else 3
     for count in counts:
@@ -63,51 +63,53 @@ def points(quick: bool) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def measure_growth(ask: Ask, results: Results, rows: Rows) -> None:
-    """A row a point, each in a process of its own."""
-    # One engine for all points: `auto` would change it on the way, and the curve with it.
+    """Measure one row per point, each in its own process."""
+    # One engine for all points: `auto` would switch engines along the curve.
     engine = "cuda-graphs" if ask.device.type == "cuda" and "cuda-graphs" in ENGINES else "inprocess"
     every = []
     for curve, series, settings in points(ask.quick):
         settings |= {"device": str(ask.device), "engine": engine}
         every.append((curve, series, settings, f"{curve}: {json.dumps(settings, sort_keys=True)}"))
     plan = [each for each in every if ask.force or not results.has("growth", each[3])]
-    plan.sort(key=lambda each: results.find("growth", each[3]) is not None)  # what is tried again comes last
+    plan.sort(key=lambda each: results.find("growth", each[3]) is not None)  # retries come last
     rows.expect(len(plan), len(every) - len(plan))
     for curve, series, settings, key in plan:
-        rows.begin(f"growth with {CURVES[curve].title}, {series}: {_told(settings)}", 1)
+        rows.begin(f"growth with {CURVES[curve].title}, {series}: {_describe(settings)}", 1)
         row: Row = {"curve": curve, "series": series, "settings": settings}
         try:
             row |= in_own_process(settings)
-        except FedprismError as error:  # the others are measured all the same
+        except FedprismError as error:  # continue with the other points
             row["failed"] = str(error)
         results.add("growth", key, row, ask.command)
-        rows.end(row.get("failed") or f"{row['round_seconds']:.3g} s a round")
+        rows.end(row.get("failed") or f"{row['round_seconds']:.3g} s per round")
     for curve in CURVES:
         if not available():
-            rows.say("matplotlib is not installed, so there are no pictures: pip install 'fedprism[report]'.")
+            rows.note("matplotlib is not installed, so there are no pictures: pip install 'fedprism[report]'.")
             break
         of = [row for row in results["growth"] if row["curve"] == curve and "failed" not in row]
         draw(curve, of, picture_of(results.path, curve))
     else:
-        results.write()  # the page shows the pictures
+        results.write()  # the page shows the plots
 
 
 def picture_of(path: Path, curve: str) -> Path:
-    """Where a curve's picture lies: beside the results."""
+    """The path of a curve's plot, beside the results."""
     return path.with_name(f"{path.stem}-growth-{curve}.svg")
 
 
 def in_own_process(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """One point, measured where nothing else has taken memory."""
+    """Measure one point in a new process, so that nothing else uses its memory."""
     command = [sys.executable, "-m", "fedprism.bench.point", json.dumps(settings)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = "".join(f": {line}" for line in done.stderr.strip().splitlines()[-1:])
-        raise FedprismError(f"{_told(settings)} could not be measured; the process ended with {done.returncode}{said}")
+        reason = "".join(f": {line}" for line in done.stderr.strip().splitlines()[-1:])
+        raise FedprismError(
+            f"{_describe(settings)} could not be measured; the process ended with {done.returncode}{reason}"
+        )
     return dict(json.loads(done.stdout))
 
 
-def _told(settings: Mapping[str, Any]) -> str:
+def _describe(settings: Mapping[str, Any]) -> str:
     model = settings.get("model", "cnn4")
     name = model if isinstance(model, str) else f"{model['name']} of width {model['width']}"
     words = f"{settings['clients']:,} clients, participation {settings.get('participation', 1.0):g}, {name}"
@@ -115,7 +117,7 @@ def _told(settings: Mapping[str, Any]) -> str:
 
 
 def _megabytes(row: Row) -> float:
-    """On the GPU where there is one, else of the process and its workers."""
+    """Memory on the GPU if there is one, else of the process and its workers."""
     return float(row["device_memory_bytes"] or row["peak_memory_bytes"]) / 1e6
 
 
@@ -124,29 +126,29 @@ def _seconds(row: Row) -> float:
 
 
 def draw(curve: str, rows: list[Row], path: Path) -> None:
-    """Seconds a round and memory along the curve's axis, a line a series."""
+    """Plot seconds per round and memory along the curve's axis, one line per series."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     if not rows:
         return
-    told, series = CURVES[curve], list(dict.fromkeys(row["series"] for row in rows))
+    shown, series = CURVES[curve], list(dict.fromkeys(row["series"] for row in rows))
     with rc_context({"svg.hashsalt": curve, "font.size": 9, "text.color": INKS["ink"][0]}):
         figure = Figure(figsize=(8.4, 3.2), layout="constrained")
         for axes, (value, words) in zip(
             figure.subplots(1, 2),
-            ((_seconds, "seconds a round"), (_megabytes, "memory, MB")),
+            ((_seconds, "seconds per round"), (_megabytes, "memory, MB")),
             strict=True,
         ):
-            for place, name in enumerate(series):
-                of = sorted((row for row in rows if row["series"] == name), key=lambda row: float(row[told.along]))
-                x, y = [row[told.along] for row in of], [value(row) for row in of]
-                axes.plot(x, y, "o-", ms=4, label=name, color=LIGHT[place % len(LIGHT)])
+            for i, name in enumerate(series):
+                of = sorted((row for row in rows if row["series"] == name), key=lambda row: float(row[shown.along]))
+                x, y = [row[shown.along] for row in of], [value(row) for row in of]
+                axes.plot(x, y, "o-", ms=4, label=name, color=LIGHT[i % len(LIGHT)])
             axes.set_xscale("log")
             axes.set_yscale("log" if value is _seconds else "linear")
             if value is _megabytes:
-                axes.set_ylim(0, 1.1 * max(map(value, rows)))  # the highest marker whole, however flat the lines are
-            axes.set_xlabel(told.words)
+                axes.set_ylim(0, 1.1 * max(map(value, rows)))  # room for the highest marker
+            axes.set_xlabel(shown.label)
             axes.set_ylabel(words)
             axes.grid(color=INKS["grid"][0])
             axes.spines[["top", "right"]].set_visible(False)

@@ -1,4 +1,4 @@
-"""What a figure was measured on, and how much memory a measurement took."""
+"""The machine of a measurement, and the memory that a contender uses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fedprism.engines.processes import cores
+from fedprism.engines.processes.engine import cores
 from fedprism.records.runfile import versions
 
 _PROC = Path("/proc")
@@ -35,12 +35,12 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def moment() -> dict[str, Any]:
-    """When, of which source, and how busy the machine was."""
+    """Date, commit and load average."""
     return {"date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), "commit": commit(), "load": load()}
 
 
 def commit() -> str | None:
-    """The commit of the checkout that this runs from, with a + where its files were changed; None elsewhere."""
+    """The commit of the checkout, with a + if its files were changed; None if this is not a checkout."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
@@ -52,7 +52,7 @@ def commit() -> str | None:
 
 
 def load() -> list[float] | None:
-    """The load average of 1, 5 and 15 minutes, where the system says so."""
+    """The load average of 1, 5 and 15 minutes; None if unknown."""
     try:
         return [round(value, 2) for value in os.getloadavg()]
     except (AttributeError, OSError):  # Windows
@@ -79,7 +79,7 @@ def slug(device: torch.device) -> str:
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done all that it was told."""
+    """Wait until the device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -88,41 +88,40 @@ def wait(device: torch.device) -> None:
 
 
 class Memory:
-    """The most memory that one contender takes, without the others beside it and what stays after it.
+    """The peak memory of one contender, without that of the others and without what stays after it.
 
-    On a GPU that is what PyTorch has reserved there until its first round is through, recordings included. On a CPU it
-    is the memory of this process and of the workers that it started in a round, each page counted once where the system
-    can tell.
+    On a GPU it is the memory that PyTorch reserves up to the end of the first round, captured graphs included. On a CPU
+    it is the memory of this process and its workers in one round; shared pages count once, if the system reports them.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Just before the contender is made."""
-        self.device, self.before, self.own = device, held(device), 0
+        """Call it just before the contender is made."""
+        self.device, self.before, self.own = device, memory_in_use(device), 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
     def made(self) -> None:
-        """It is made and warm."""
+        """Call it when the contender is made and warm."""
         if self.device.type == "cuda":
             self.own = torch.cuda.max_memory_reserved(self.device) - self.before
 
-    def most(self, one_round: Callable[[], object], close: Callable[[], object]) -> int:
-        """Bytes, on a CPU of one more round that nobody times; `close` must let go of the contender."""
+    def peak(self, one_round: Callable[[], object], close: Callable[[], object]) -> int:
+        """Peak memory in bytes; on a CPU of one more, untimed round. `close` must release the contender."""
         if self.device.type == "cuda":
             close()
             return self.own
-        held(self.device)
+        memory_in_use(self.device)
         for pid in family():
-            _forget_peak(pid)
+            _reset_peak(pid)
         one_round()
         peak = sum(proportional(pid) + peak_resident(pid) - resident(pid) for pid in family())
         close()
-        # Not what it had grown by when it was made: the first one would be charged for what PyTorch loads on first use.
-        return max(0, peak - held(self.device))
+        # Subtract what stays, not what was there before: PyTorch's lazy loading would count for the first contender.
+        return max(0, peak - memory_in_use(self.device))
 
 
-def held(device: torch.device) -> int:
-    """Bytes in use now, after all that was freed is given back, or whoever takes it next would seem to take none."""
+def memory_in_use(device: torch.device) -> int:
+    """Bytes in use now. Freed memory is returned first: a contender that reused it would seem to need none."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -134,22 +133,22 @@ def held(device: torch.device) -> int:
 
 
 def family() -> list[int]:
-    """The process ids of this process and of those that it started."""
+    """The process ids of this process and its children."""
     return [os.getpid(), *children()]
 
 
 def proportional(pid: int) -> int:
-    """Bytes of a process, of a page that n processes share the nth part; where the system does not say, all of it."""
+    """Proportional set size of a process in bytes; its resident size if the system does not report it."""
     return _kilobytes(pid, "smaps_rollup", "Pss") or resident(pid)
 
 
 def resident(pid: int) -> int:
-    """Bytes of a process that are in memory now, where the system has a /proc; elsewhere the most there were."""
+    """Resident set size of a process in bytes; its peak on systems without /proc."""
     return _kilobytes(pid, "status", "VmRSS") or peak_resident(pid)
 
 
 def _kilobytes(pid: int, file: str, name: str) -> int:
-    """A line of a process's file, in bytes; 0 where it is gone or the system has no such file."""
+    """A line of a process's file, in bytes; 0 if the process or the file does not exist."""
     try:
         found = re.search(rf"^{name}:\s*(\d+) kB$", (_PROC / str(pid) / file).read_text(), flags=re.MULTILINE)
     except OSError:
@@ -158,7 +157,7 @@ def _kilobytes(pid: int, file: str, name: str) -> int:
 
 
 def children() -> list[int]:
-    """The process ids of this process's children, where the system has a /proc."""
+    """The process ids of this process's children; empty on systems without /proc."""
     listed = _PROC / "self" / "task"
     found = []
     for task in listed.glob("*/children"):
@@ -170,17 +169,17 @@ def children() -> list[int]:
 
 
 def peak_resident(pid: int) -> int:
-    """The most memory of a process in bytes; 0 where it is gone."""
+    """Peak resident set size of a process in bytes; 0 if it has ended."""
     found = _kilobytes(pid, "status", "VmHWM")
     if found or pid != os.getpid() or sys.platform == "win32":
         return found
     import resource  # not there on Windows
 
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _forget_peak(pid: int) -> None:
-    """From here on the peak of a process counts anew, where the system can do that."""
+def _reset_peak(pid: int) -> None:
+    """Reset the peak of a process, if the system supports it."""
     with suppress(OSError):
         (_PROC / str(pid) / "clear_refs").write_text("5")

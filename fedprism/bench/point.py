@@ -1,4 +1,4 @@
-"""One point of a growth curve, in a process of its own, so that its memory is its own.
+"""Measure one point of a growth curve in its own process, so that its memory is not shared.
 
 python -m fedprism.bench.point '{"clients": 100, "participation": 0.1}'
 """
@@ -15,19 +15,19 @@ from typing import Any
 
 import torch
 
-from fedprism.api import resolve
 from fedprism.bench.machine import children, peak_resident, wait
 from fedprism.bench.race import open_loop
 from fedprism.bench.workloads import ROUNDS
 from fedprism.config import Config, structure
 from fedprism.engines.numerics import choose_device, numerics
-from fedprism.federation import make_federation
+from fedprism.federation import build_federation
+from fedprism.planning import resolve
 
-SAMPLES = 20  # images a client
+SAMPLES = 20  # images per client
 
 
 def measure(point: Mapping[str, Any]) -> dict[str, Any]:
-    """Set-up, rounds and memory of `clients` clients with `model`, of whom `participation` take part in a round."""
+    """Measure set-up, rounds and memory of `clients` clients with `model` and `participation`."""
     raw = {
         "data": {
             "name": f"synthetic?clients={point['clients']},samples={point.get('samples', SAMPLES)}",
@@ -35,7 +35,7 @@ def measure(point: Mapping[str, Any]) -> dict[str, Any]:
             "split": {"validation": 0.0},
         },
         "model": point.get("model", "cnn4"),
-        "train": {"rounds": ROUNDS, "batch": 10},
+        "train": {"rounds": ROUNDS, "batch_size": 10},
         "clients": {"participation": point.get("participation", 1.0), "state": point.get("state", "memory")},
         "evaluate": {"clients": "participants", "moments": ["received"], "splits": ["test"]},
         "run": {"device": point.get("device", "cpu"), "engine": point.get("engine", "auto")},
@@ -46,7 +46,7 @@ def measure(point: Mapping[str, Any]) -> dict[str, Any]:
     begun = time.perf_counter()
     seconds = []
     with numerics(config.run, device):
-        federation = make_federation(config.data, config.seed)
+        federation = build_federation(config.data, config.seed)
         loop = open_loop(config, federation, device)
         set_up = time.perf_counter() - begun
         try:

@@ -1,4 +1,4 @@
-"""One live line on a terminal: which row, which contender, and the time left. Elsewhere one plain line a row."""
+"""Progress of a benchmark: one live line on a terminal (row, contender, time left), elsewhere one line per row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.text import Text
 
 
 class Rows:
-    """Progress over the rows that are still to be measured."""
+    """Progress over the rows to measure."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -40,15 +40,15 @@ class Rows:
             self._bar.stop()
 
     def expect(self, rows: int, there: int = 0) -> None:
-        """So many more rows are to come, and so many are skipped."""
+        """Announce `rows` more rows, and `there` rows that are skipped."""
         self._of += rows
         if there:
             many = there > 1
-            said = f"{there} row{'s are' if many else ' is'} there already; --force measures {'them' if many else 'it'}"
-            self.say(f"{said} again.")
+            text = f"{there} row{'s are' if many else ' is'} there already; --force measures {'them' if many else 'it'}"
+            self.note(f"{text} again.")
 
     def begin(self, title: str, steps: int) -> None:
-        """A row of so many steps begins."""
+        """Begin a row of `steps` steps."""
         self._title, self._steps, self._step, self._begun = title, max(steps, 1), 0, time.monotonic()
         if self.console.is_terminal:
             if self._task is None:
@@ -56,23 +56,23 @@ class Rows:
                 self._bar.start()
             self._show("")
 
-    def tell(self, within: str) -> None:
-        """The next step of the row begins."""
+    def step(self, within: str) -> None:
+        """Begin the next step of the row."""
         self._step = min(self._step + 1, self._steps)
         self._show(within)
 
     def end(self, words: str = "") -> None:
-        """The row is through."""
+        """End the row."""
         self._done += 1
         self._step = 0
         self._show("")
         if not self.console.is_terminal:
             took = time.monotonic() - self._begun
-            said = f"{self._title}: {words + ', ' if words else ''}{took:.0f} s"
-            self.console.print(Text(said), soft_wrap=True)
+            text = f"{self._title}: {words + ', ' if words else ''}{took:.0f} s"
+            self.console.print(Text(text), soft_wrap=True)
 
-    def say(self, words: str) -> None:
-        """A line that stays."""
+    def note(self, words: str) -> None:
+        """Print a line that stays."""
         self.console.print(Text(words, style="dim"), soft_wrap=True)
 
     def _show(self, within: str) -> None:

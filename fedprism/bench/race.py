@@ -1,8 +1,8 @@
-"""Contenders side by side: made and warmed up one after the other, then taking turns, round by round.
+"""Compare contenders side by side: each is made and warmed up, then they take turns, round by round.
 
-Whatever else the machine does meets all of them. On a GPU, which nobody else uses, each is through before the next is
-made: many recordings at once make launching one slow, and a run has those of one engine. Figures are medians over
-rounds.
+Other load on the machine therefore affects all of them. On a GPU, which is not shared, each contender finishes before
+the next is made: many captured graphs at once make launches slow, and a run has those of one engine only. Results are
+medians over rounds.
 """
 
 from __future__ import annotations
@@ -22,138 +22,146 @@ import torch
 from torch import Tensor
 
 from fedprism.bench.machine import Memory, wait
-from fedprism.bench.serial import SERIAL, Serial, Taken, copied, defaults
+from fedprism.bench.serial import SERIAL, RoundSeconds, Serial, copied, defaults
 from fedprism.config import Config
 from fedprism.engines.choose import make_engine
-from fedprism.engines.client import make_info
-from fedprism.engines.cuda_graphs import CudaGraphs
-from fedprism.engines.loop import Loop, make_loop
+from fedprism.engines.cuda.engine import CudaGraphs
 from fedprism.engines.numerics import choose_precision, numerics
 from fedprism.errors import FedprismError
 from fedprism.federation import Federation
 from fedprism.methods import make
+from fedprism.round.client import make_info
+from fedprism.round.loop import Loop, make_loop
 
 Weights = Mapping[str, Mapping[str, Tensor]]  # the server's and each client's
-Tell = Callable[[str], None]
-FAILURES = (FedprismError, RuntimeError, ImportError, OSError, MemoryError)  # no memory is a RuntimeError in PyTorch
+Progress = Callable[[str], None]
+FAILURES = (
+    FedprismError,
+    RuntimeError,
+    ImportError,
+    OSError,
+    MemoryError,
+)  # out of memory is a RuntimeError in PyTorch
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How long is measured: so many rounds, or fewer once the seconds are spent, but never fewer than `least`."""
+    """How long to measure: `rounds` rounds, or fewer once `seconds` have passed, but at least `min_rounds`."""
 
     rounds: int = 5
-    least: int = 1
+    min_rounds: int = 1
     seconds: float = 15.0
 
     def steps(self, contenders: int) -> int:
-        """Of a row's progress: each warms up, is measured, and does a round for its memory."""
+        """Progress steps of a row: each contender warms up, is measured, and runs a round to measure its memory."""
         return contenders * (self.rounds + 2)
 
 
 class Contender(Protocol):
-    """Something that can do the rounds of a workload."""
+    """An implementation that runs the rounds of a workload."""
 
-    threads: int  # that compute at the same time, of all its processes together
+    threads: int  # concurrent threads of all its processes
     cold: int  # rounds until it is warm
 
-    def one_round(self, round: int) -> Taken: ...
-    def weights(self) -> Weights: ...  # empty: it has none that could be compared
+    def one_round(self, round: int) -> RoundSeconds: ...
+    def weights(self) -> Weights: ...  # empty: nothing to compare
     def facts(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A contender to be: its name in the table, and what makes it."""
+class ContenderSpec:
+    """A contender's name in the table and a function that makes it."""
 
     name: str
     make: Callable[[], Contender]
 
 
 @dataclass
-class Standing:
-    """What is known of a contender so far."""
+class Measurement:
+    """The measurements of a contender so far."""
 
     memory: Memory
-    warm_up: float = 0.0  # seconds of making it and of its first round
+    warm_up: float = 0.0  # seconds for making it and its first round
     difference: float | None = None  # from the first contender's weights, after the first round
-    taken: list[Taken] = field(default_factory=list)
-    told: dict[str, Any] = field(default_factory=dict)  # its threads and facts, and the most memory it took
+    taken: list[RoundSeconds] = field(default_factory=list)
+    details: dict[str, Any] = field(default_factory=dict)  # its threads, facts and peak memory
 
-    def through(self, pace: Pace) -> bool:
-        enough = sum(each.whole for each in self.taken) >= pace.seconds and len(self.taken) >= pace.least
+    def finished(self, pace: Pace) -> bool:
+        enough = sum(each.whole for each in self.taken) >= pace.seconds and len(self.taken) >= pace.min_rounds
         return enough or len(self.taken) >= pace.rounds
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a comparison found: a dict a contender, and why others are not among them."""
+class Comparison:
+    """The result of a comparison: one dict per contender, and why others are missing."""
 
     results: list[dict[str, Any]]
     left_out: dict[str, str]
     moved: float  # the largest change of one of the server's weights in the first round
 
 
-def race(entries: Sequence[Entry], samples: int, device: torch.device, pace: Pace, tell: Tell) -> Outcome:
-    """Measure all contenders on `samples` training images a round; the first one is what the others are compared to."""
+def race(
+    entries: Sequence[ContenderSpec], samples: int, device: torch.device, pace: Pace, progress: Progress
+) -> Comparison:
+    """Measure all contenders on `samples` training images per round; the first one is the baseline."""
     if device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as in a run, whoever is first to start cuBLAS
-    standings: dict[str, Standing] = {}
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as in a run, before anyone starts cuBLAS
+    measurements: dict[str, Measurement] = {}
     contenders: dict[str, Contender] = {}  # those that are open
     left_out: dict[str, str] = {}
     reference: Weights = {}
     moved = 0.0
 
     def attempt(name: str, step: Callable[[], None]) -> None:
-        """One that fails is closed and left out; the others are measured all the same."""
+        """Close and leave out a contender that fails; the others continue."""
         try:
             step()
         except FAILURES as error:
             left_out[name] = _reason(error)
-            standings.pop(name, None)
+            measurements.pop(name, None)
             if name in contenders:
                 contenders.pop(name).close()
 
-    def warm_up(entry: Entry) -> None:
+    def warm_up(entry: ContenderSpec) -> None:
         nonlocal reference, moved
-        standing, begun = Standing(Memory(device)), time.perf_counter()
+        measurement, begun = Measurement(Memory(device)), time.perf_counter()
         contender = contenders[entry.name] = entry.make()
         first = {} if reference else copied({n: t.cpu() for n, t in contender.weights().get("server", {}).items()})
         contender.one_round(0)
-        standing.memory.made()
+        measurement.memory.made()
         weights = contender.weights()
         if reference and weights:
-            standing.difference = _finite(largest_difference(reference, weights))
+            measurement.difference = _finite(largest_difference(reference, weights))
         elif weights:
             moved = _finite(largest_difference({"server": first}, weights))
             reference = weights
-        standing.warm_up = time.perf_counter() - begun
+        measurement.warm_up = time.perf_counter() - begun
         for turn in range(1, contender.cold):
             contender.one_round(turn)
-        standings[entry.name] = standing
+        measurements[entry.name] = measurement
 
     def one_round(name: str, turn: int) -> None:
-        if not standings[name].through(pace):
-            standings[name].taken.append(contenders[name].one_round(contenders[name].cold + turn))
+        if not measurements[name].finished(pace):
+            measurements[name].taken.append(contenders[name].one_round(contenders[name].cold + turn))
 
     def memory(name: str) -> None:
-        standing, last = standings[name], contenders[name].cold + pace.rounds
-        standing.told = {"threads": contenders[name].threads, "facts": contenders[name].facts()}
-        standing.told["peak_memory_bytes"] = standing.memory.most(
+        measurement, last = measurements[name], contenders[name].cold + pace.rounds
+        measurement.details = {"threads": contenders[name].threads, "facts": contenders[name].facts()}
+        measurement.details["peak_memory_bytes"] = measurement.memory.peak(
             lambda: contenders[name].one_round(last), lambda: contenders.pop(name).close()
         )
 
-    def measure(some: Sequence[Entry]) -> None:
-        for entry in some:
-            tell(f"{entry.name}, warming up")
+    def measure(group: Sequence[ContenderSpec]) -> None:
+        for entry in group:
+            progress(f"{entry.name}, warming up")
             attempt(entry.name, partial(warm_up, entry))
         for turn in range(pace.rounds):
             for name in list(contenders):
-                tell(f"{name}, round {turn + 1}")
+                progress(f"{name}, round {turn + 1}")
                 attempt(name, partial(one_round, name, turn))
         for name in list(contenders):
-            tell(f"{name}, memory")
+            progress(f"{name}, memory")
             attempt(name, partial(memory, name))
 
     try:
@@ -162,8 +170,8 @@ def race(entries: Sequence[Entry], samples: int, device: torch.device, pace: Pac
     finally:
         for contender in contenders.values():
             contender.close()
-    base = next(iter(standings.values()), None)
-    return Outcome([figures(n, each, base or each, samples) for n, each in standings.items()], left_out, moved)
+    base = next(iter(measurements.values()), None)
+    return Comparison([figures(n, each, base or each, samples) for n, each in measurements.items()], left_out, moved)
 
 
 def _reason(error: Exception) -> str:
@@ -171,15 +179,15 @@ def _reason(error: Exception) -> str:
 
 
 def _finite(difference: float) -> float:
-    """A difference that says something; and the file of results has no other numbers."""
+    """Refuse an infinite difference, which means nothing and is not valid JSON."""
     if math.isinf(difference):
         raise FedprismError("its weights after the first round, or those it is compared to, are not all finite.")
     return difference
 
 
-def figures(name: str, standing: Standing, base: Standing, samples: int) -> dict[str, Any]:
+def figures(name: str, measurement: Measurement, base: Measurement, samples: int) -> dict[str, Any]:
     """One contender's row."""
-    train, whole, evaluate = (_median(standing, part) for part in ("train", "whole", "evaluate"))
+    train, whole, evaluate = (_median(measurement, part) for part in ("train", "whole", "evaluate"))
     return {
         "name": name,
         "train_per_second": _rounded(samples / train),
@@ -187,22 +195,22 @@ def figures(name: str, standing: Standing, base: Standing, samples: int) -> dict
         "train_ratio": round(_median(base, "train") / train, 3),
         "round_ratio": round(_median(base, "whole") / whole, 3),
         "seconds": {
-            "train": [_rounded(each.train) for each in standing.taken],
-            "aggregate": [_rounded(each.aggregate) for each in standing.taken],
-            "evaluate": [_rounded(each.evaluate) for each in standing.taken],
-            "round": [_rounded(each.whole) for each in standing.taken],
+            "train": [_rounded(each.train) for each in measurement.taken],
+            "aggregate": [_rounded(each.aggregate) for each in measurement.taken],
+            "evaluate": [_rounded(each.evaluate) for each in measurement.taken],
+            "round": [_rounded(each.whole) for each in measurement.taken],
         },
         "evaluate_share": round(evaluate / whole, 3),
-        "warm_up_seconds": _rounded(standing.warm_up),
-        "largest_difference": standing.difference,
-        **standing.told,
+        "warm_up_seconds": _rounded(measurement.warm_up),
+        "largest_difference": measurement.difference,
+        **measurement.details,
     }
 
 
 def largest_difference(a: Weights, b: Weights) -> float:
-    """Of all float leaves that both have, the largest difference; the server's leaves must be the same ones.
+    """The largest difference of all float leaves that both have; the server's leaves must be the same.
 
-    A number that is not finite, on either side, makes it infinite.
+    It is infinite if a number on either side is not finite.
     """
     floats, others = ({n for n, t in each.get("server", {}).items() if t.is_floating_point()} for each in (a, b))
     odd = floats ^ others
@@ -217,12 +225,12 @@ def largest_difference(a: Weights, b: Weights) -> float:
     return max(found, default=0.0) if all(map(math.isfinite, found)) else math.inf
 
 
-def _median(standing: Standing, part: str) -> float:
-    return float(statistics.median(getattr(each, part) for each in standing.taken))
+def _median(measurement: Measurement, part: str) -> float:
+    return float(statistics.median(getattr(each, part) for each in measurement.taken))
 
 
 def _rounded(value: float) -> float:
-    """Four digits: no timing has more.
+    """Round to four digits: no timing has more.
 
     >>> _rounded(123456.7), _rounded(0.00123456)
     (123500.0, 0.001235)
@@ -234,12 +242,12 @@ def _rounded(value: float) -> float:
 
 
 def open_loop(config: Config, federation: Federation, device: torch.device) -> Loop:
-    """The round loop on the engine that the configuration names."""
+    """The round loop on the configured engine."""
     method = make(config.method)
     info = make_info(config, federation.names, federation.classes, federation.shape)
     engine = make_engine(method, config, info, federation, device)
     try:
-        return make_loop(method, config, info, federation, engine, device)
+        return make_loop(method, config, info, federation, engine)
     except BaseException:
         engine.close()
         raise
@@ -253,19 +261,19 @@ class Engined:
         with numerics(config.run, device):
             self.loop = open_loop(config, federation, device)
         self.engine = self.loop.engine
-        self.cold = 2 if isinstance(self.engine, CudaGraphs) else 1  # in the second it finds its slots
-        self.threads = config.run.threads * min(getattr(self.engine, "workers", 1), len(federation.clients))
+        self.cold = 2 if isinstance(self.engine, CudaGraphs) else 1  # it chooses its slots in the second round
+        self.threads = config.run.threads * min(self.engine.workers, len(federation.clients))
         if device.type == "cuda":
             untimed = self.engine.train
 
             def train(round: int, requests: Any) -> Any:
-                answers = untimed(round, requests)
-                wait(device)  # or the end of training would be timed before the device is through
-                return answers
+                answers = list(untimed(round, requests))
+                wait(device)  # launches are asynchronous: training ends when the device has finished
+                return iter(answers)
 
             self.engine.train = train  # type: ignore[method-assign]
 
-    def one_round(self, round: int) -> Taken:
+    def one_round(self, round: int) -> RoundSeconds:
         with numerics(self.config.run, self.device):
             begun = time.perf_counter()
             record, diverged = self.loop.one_round(round)
@@ -275,18 +283,17 @@ class Engined:
             reasons = ", ".join(f"{client}: {reason}" for client, reason in list(record.failed.items())[:2])
             raise FedprismError(f"round {round} was not done by every client: {reasons}.")
         if not record.scores:
-            raise FedprismError(f"round {round} was not evaluated; a whole round is.")
-        return Taken(record.seconds["train"], record.seconds["aggregate"], record.seconds["evaluate"], whole)
+            raise FedprismError(f"round {round} was not evaluated; expected an evaluation in every round.")
+        return RoundSeconds(record.seconds["train"], record.seconds["aggregate"], record.seconds["evaluate"], whole)
 
     def weights(self) -> Weights:
         states = {client: self.loop.states[client] for client in self.loop.info.clients}
         return {"server": self.loop.server, **{client: state for client, state in states.items() if state is not None}}
 
     def facts(self) -> dict[str, Any]:
-        """What the engine tells of itself, where it does."""
-        told = getattr(self.engine, "facts", None)
+        """The engine's facts as plain data."""
         with numerics(self.config.run, self.device):
-            return dict(json.loads(json.dumps(told(), default=str))) if callable(told) else {}
+            return dict(json.loads(json.dumps(self.engine.facts(), default=str)))
 
     def close(self) -> None:
         self.engine.close()
@@ -310,7 +317,7 @@ class ByHand:
     def context(self) -> AbstractContextManager[None]:
         return defaults(*self.settings)
 
-    def one_round(self, round: int) -> Taken:
+    def one_round(self, round: int) -> RoundSeconds:
         with self.context():
             return self.serial.one_round(round)
 
@@ -321,4 +328,4 @@ class ByHand:
         return {}
 
     def close(self) -> None:
-        """Nothing is left running."""
+        """Nothing to close."""

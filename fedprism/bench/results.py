@@ -1,7 +1,6 @@
-"""Results on disk: one JSON file, written anew after every row, and a Markdown page beside it.
+"""Results on disk: one JSON file, rewritten after every row, and a Markdown page beside it.
 
-So a machine that is lent for ten minutes can do a part of it: the same command again goes on with the rows that are
-not there yet.
+A benchmark can therefore run in several sessions: the same command continues with the missing rows.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from fedprism.errors import RecordError
 FORMAT = 2
 SECTIONS = ("engines", "options", "workers", "growth", "roofline")
 FOLDER = Path("benchmarks") / "results"
-MACHINE = ("device", "cpu", "cores")  # what tells one from another
+MACHINE = ("device", "cpu", "cores")  # what identifies a machine
 
 Row = dict[str, Any]
 
@@ -34,15 +33,15 @@ class Results:
     def __init__(self, path: Path, device: torch.device, quick: bool) -> None:
         self.path = path
         own: dict[str, Any] = {"format": FORMAT, "quick": quick, "machine": machine(device)}
-        held = read(path) if path.exists() else own
-        compared = [(name, held["machine"][name], own["machine"][name]) for name in MACHINE]
-        for name, there, here in (*compared, ("--quick", held["quick"], quick)):
+        existing = read(path) if path.exists() else own
+        compared = [(name, existing["machine"][name], own["machine"][name]) for name in MACHINE]
+        for name, there, here in (*compared, ("--quick", existing["quick"], quick)):
             if there != here:
                 raise RecordError(
                     f"{path} holds results of another kind ({name}: {there}, and now {here}); choose another --out."
                 )
-        self.head = own  # versions of the newest run; a row that is kept has its own date
-        self.sections: dict[str, list[Row]] = {name: list(held.get(name, [])) for name in SECTIONS}
+        self.head = own  # versions of the newest run; each row has its own date
+        self.sections: dict[str, list[Row]] = {name: list(existing.get(name, [])) for name in SECTIONS}
 
     def __getitem__(self, section: str) -> list[Row]:
         return self.sections[section]
@@ -51,12 +50,12 @@ class Results:
         return next((row for row in self.sections[section] if row["key"] == key), None)
 
     def has(self, section: str, key: str, asked: Iterable[str] = ()) -> bool:
-        """Is this row there, with all that is asked of it? What failed is not: it is tried again."""
+        """Whether this row is there with all that is asked; failed rows do not count, so they are retried."""
         row = self.find(section, key)
         return row is not None and "failed" not in row and set(asked) <= set(row.get("done", ()))
 
     def add(self, section: str, key: str, row: Row, command: str) -> None:
-        """Put a row in the place of one with the same key, or at the end; and write the files."""
+        """Replace the row with the same key, or append the row, and write the files."""
         full = {"key": key, **moment(), "command": command, "versions": self.head["machine"]["versions"], **row}
         rows = self.sections[section]
         before = self.find(section, key)
@@ -74,19 +73,19 @@ class Results:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A file of results; anything else is an error."""
+    """Read a file of results; refuse any other file."""
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-        if held["format"] != FORMAT or not {*MACHINE, "versions"} <= held["machine"].keys():
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        if raw["format"] != FORMAT or not {*MACHINE, "versions"} <= raw["machine"].keys():
             raise KeyError("format")
-        held["quick"]
+        raw["quick"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RecordError(f"{path} is not a file of `fedprism bench` ({error}); choose another --out.") from None
-    return dict(held)
+    return dict(raw)
 
 
 def place(out: Path | None, device: torch.device, quick: bool) -> Path:
-    """The JSON file: `out` itself, or in the folder `out` the newest of this machine and these versions, or today's."""
+    """The JSON file: `out` itself, or the newest in the folder `out` of this machine and these versions, or today's."""
     if out is not None and out.suffix == ".json":
         return out
     folder, name = out or FOLDER, f"-{slug(device)}{'-quick' if quick else ''}.json"

@@ -1,5 +1,5 @@
-"""What bounds a training step: its floating-point operations, the bytes it moves and the kernels it starts, each as a
-share of what the device was measured to do in the same run."""
+"""What bounds a training step: its floating-point operations, memory traffic and kernel launches, each as a share of
+the device's rate, measured in the same run."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from fedprism.bench.machine import wait
 from fedprism.bench.progress import Rows
 from fedprism.bench.results import Results
 from fedprism.bench.workloads import WORKLOADS, Workload, chosen, configure
-from fedprism.engines.compiled import launches
+from fedprism.engines.cuda.capture import launches
 from fedprism.engines.numerics import numerics
 from fedprism.models import architectures
 
-TINY_KERNELS, TINY_STREAMS = 200, 16  # of the graphs by which starts a second are measured
+TINY_KERNELS, TINY_STREAMS = 200, 16  # of the graphs that measure launches per second
 REPEATS = 5
 
 
-class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operations and the bytes that they read and write; a view of a tensor moves none."""
+class TrafficCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Count operations and the bytes that they read and write; views do not count."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -45,28 +45,28 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def make_step(workload: Workload, device: torch.device, batch: int) -> Callable[[], None]:
-    """A plain training step on so many images: normalise, forward, backward, update. The batch is there."""
+    """A plain training step on `batch` images: normalise, forward, backward, update. The batch is on the device."""
     config = configure(workload, "fedavg", device, {"engine": "inprocess"})
     arch = architectures(config.model, ("one",), workload.classes, workload.shape)["one"]
     layout = torch.channels_last if config.run.memory_format == "channels_last" else torch.contiguous_format
     model = arch.model(0).to(device, memory_format=layout).train()  # type: ignore[call-overload]
-    optimiser = torch.optim.SGD(model.parameters(), lr=config.train.optimizer.lr)
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.train.optimizer.lr)
     images = torch.zeros(batch, *workload.shape, dtype=torch.uint8, device=device)
     labels = torch.zeros(batch, dtype=torch.int64, device=device)
 
     def step() -> None:
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         x = (images.float() / 127.5 - 1).contiguous(memory_format=layout)
         cross_entropy(model(x), labels).backward()  # type: ignore[no-untyped-call]
-        optimiser.step()
+        optimizer.step()
 
     return step
 
 
 def count(step: Callable[[], None], device: torch.device) -> dict[str, Any]:
-    """FLOPs, bytes and operations of a step; on a GPU also its kernels."""
-    step()  # a first step allocates
-    flops, traffic = FlopCounterMode(display=False), Traffic()
+    """FLOPs, bytes and operations of a step, and its kernels on a GPU."""
+    step()  # the first step allocates
+    flops, traffic = FlopCounterMode(display=False), TrafficCounter()
     with flops:
         step()
     with traffic:
@@ -81,7 +81,7 @@ def count(step: Callable[[], None], device: torch.device) -> dict[str, Any]:
 
 
 def count_kernels(step: Callable[[], None]) -> int | None:
-    """Kernels and copies that the device is told to run in one step."""
+    """Kernels and copies that one step launches."""
     stream: Any = torch.cuda.Stream
     torch.cuda.synchronize()
     with torch.cuda.stream(stream()):
@@ -89,11 +89,11 @@ def count_kernels(step: Callable[[], None]) -> int | None:
         return launches(step)
 
 
-# --- what the device can do ------------------------------------------------------------------------------------------
+# --- rates of the device ---------------------------------------------------------------------------------------------
 
 
 def roofs(device: torch.device, threads: int) -> dict[str, float]:
-    """Bytes and FLOPs a second, of a CPU with so many threads, and on a GPU kernels a second, as measured now."""
+    """Measure bytes and FLOPs per second, on a CPU with `threads` threads; on a GPU also kernels per second."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -112,12 +112,12 @@ def _roofs(device: torch.device) -> dict[str, float]:
     a = torch.ones(side, side, device=device)
     found["flops"] = 2 * side**3 / _best(lambda: a @ a, device)
     if cuda:
-        found["kernels"] = _starts(device)
+        found["kernels"] = _launch_rate(device)
     return found
 
 
 def _best(work: Callable[[], object], device: torch.device, inner: int = 3) -> float:
-    """Seconds of the fastest of several tries, each a few times in a row."""
+    """Seconds per call in the fastest of several repeats of `inner` calls."""
     best = float("inf")
     for _ in range(REPEATS + 1):
         wait(device)
@@ -129,8 +129,8 @@ def _best(work: Callable[[], object], device: torch.device, inner: int = 3) -> f
     return best
 
 
-def _starts(device: torch.device) -> float:
-    """Tiny kernels a second, from captured graphs on streams of their own."""
+def _launch_rate(device: torch.device) -> float:
+    """Tiny kernels per second, from captured graphs on separate streams."""
     streams = [torch.cuda.Stream(device) for _ in range(TINY_STREAMS)]  # type: ignore[no-untyped-call]
     graphs, kept = [], []
     for stream in streams:
@@ -157,10 +157,10 @@ def _starts(device: torch.device) -> float:
 
 
 def measure_roofline(ask: Ask, results: Results, rows: Rows) -> None:
-    """A row a workload whose FedAvg or FedBN was measured: counts of a step, and each engine's share of the roofs."""
+    """One row per workload with a measured FedAvg or FedBN: counts of a step, and each engine's share of the roofs."""
     measured = {
         row["key"].replace(f"/{row['method']}", ""): row
-        for row in sorted(results["engines"], key=lambda row: str(row["method"]), reverse=True)  # fedavg if it is there
+        for row in sorted(results["engines"], key=lambda row: str(row["method"]), reverse=True)  # fedavg wins
         if row["method"] in ("fedavg", "fedbn") and row["workload"] in chosen(ask.workloads) and row["contenders"]
     }
     stale = {
@@ -171,21 +171,21 @@ def measure_roofline(ask: Ask, results: Results, rows: Rows) -> None:
     rows.expect(len(stale))
     if not stale:
         return
-    limits: dict[int, dict[str, float]] = {}  # by threads: an engine is compared to what as many of them can do
+    limits: dict[int, dict[str, float]] = {}  # by threads: an engine is compared with the same number of threads
     for key, row in stale.items():
         rows.begin(f"roofline of {key}", 2)
         workload = WORKLOADS[row["workload"]]
         config = configure(workload, "fedavg", ask.device, {"engine": "inprocess"})
         with numerics(config.run, ask.device):
-            rows.tell("what the device can do")
+            rows.step("rates of the device")
             for threads in {each["threads"] for each in row["contenders"]} - limits.keys():
                 limits[threads] = roofs(ask.device, threads)
-            rows.tell("counting a step")
+            rows.step("counting a step")
             counts = count(make_step(workload, ask.device, round(row["mean_batch"])), ask.device)
         shares = {each["name"]: engine_shares(each, row, counts, limits[each["threads"]]) for each in row["contenders"]}
         best = max(row["contenders"], key=lambda each: float(each["train_per_second"]))["name"]
         found = {
-            "done": [f"{row['key']} {row['date']}"],  # counted anew where the figures are new
+            "done": [f"{row['key']} {row['date']}"],  # counted again for new measurements
             "workload": row["workload"],
             "method": row["method"],
             "samples": row["samples"],
@@ -202,12 +202,12 @@ def measure_roofline(ask: Ask, results: Results, rows: Rows) -> None:
 def engine_shares(
     each: Mapping[str, Any], row: Mapping[str, Any], counts: Mapping[str, Any], limits: Mapping[str, float]
 ) -> dict[str, Any]:
-    """What an engine's training makes of each roof: a share of 1 would be all that the device can do."""
+    """An engine's share of each roof in training; 1 is the full rate of the device."""
     steps = row["steps"] / statistics.median(each["seconds"]["train"])
-    told = each["facts"].get("kernels_per_step")
-    if isinstance(told, Mapping):  # one a pass; every pass goes over the same batches
-        told = sum(told.values()) or None
-    kernels = counts["kernels"] if told is None else told
+    reported = each["facts"].get("kernels_per_step")
+    if isinstance(reported, Mapping):  # one number per pass; every pass goes over the same batches
+        reported = sum(reported.values()) or None
+    kernels = counts["kernels"] if reported is None else reported
     shares = {
         "flops": steps * counts["flops"] / limits["flops"],
         "bytes": steps * counts["bytes"] / limits["bytes"],
@@ -225,13 +225,13 @@ def engine_shares(
 
 
 def bound(found: Mapping[str, Any]) -> str:
-    """What the largest share says."""
+    """What bounds a step, by its largest share."""
     shares = found["shares"]
     what = max(shares, key=lambda name: float(shares[name]))
     name, rate = {
         "flops": ("arithmetic", "a large matrix product"),
         "bytes": ("memory", "a large copy"),
-        "kernels": ("starting kernels", "tiny ones that are started"),
+        "kernels": ("kernel launches", "launches of tiny kernels"),
     }[what]
     reached = f"{100 * shares[what]:.0f} % of the rate of {rate}"
     if shares[what] >= 0.5:

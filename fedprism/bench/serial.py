@@ -1,8 +1,8 @@
-"""What one would write by hand: a plain loop over the clients, one after the other, for each method that is measured.
+"""The baseline: a handwritten serial loop over the clients for each measured method, without an engine.
 
-No engine is in it. First weights, the order of batches and noise come from the same keys as everywhere, so that what it
-computes can be compared, and PyTorch's own defaults hold: no deterministic algorithms, TF32 where the other side has
-it. Images lie on the device as bytes and a batch is gathered there. Methods have their default settings.
+Initial weights, batch order and noise use the same keys as the engines, so that results can be compared. PyTorch's
+defaults apply: no deterministic algorithms, and TF32 if the other side uses it. Images are on the device as bytes and
+batches are gathered there. Methods have their default settings.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from torch.nn.functional import cross_entropy, kl_div, normalize
 from fedprism import keys
 from fedprism.bench.machine import wait
 from fedprism.config import Config
-from fedprism.engines.noise import Noise
 from fedprism.federation import Federation
 from fedprism.methods import make
 from fedprism.methods.base import Info
-from fedprism.methods.collecting import of
+from fedprism.methods.collecting import client_key
+from fedprism.round.noise import Noise
 
-LARGE = 1024  # images of an evaluation's batch
+LARGE = 1024  # images per evaluation batch
 
 State = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Taken:
+class RoundSeconds:
     """Seconds of one round."""
 
     train: float  # download, training, upload
@@ -45,7 +45,7 @@ class Taken:
 
 @contextmanager
 def defaults(tf32: bool, threads: int) -> Iterator[None]:
-    """PyTorch as it comes, but for TF32 and the number of threads."""
+    """PyTorch's defaults, except for TF32 and the number of threads."""
     before, cudnn, matmul = torch.get_num_threads(), torch.backends.cudnn, torch.backends.cuda.matmul
     flags = (cudnn.allow_tf32, matmul.allow_tf32)
     torch.set_num_threads(threads)
@@ -60,8 +60,8 @@ def defaults(tf32: bool, threads: int) -> Iterator[None]:
 class Serial:
     """FedAvg: copy the global model, train it, average by samples, test on every client's images."""
 
-    by_samples = True  # or a plain mean
-    tests_trained = False  # the model that a client has just trained, or the one that it gets at the end of the round
+    by_samples = True  # False: a plain mean
+    tests_trained = False  # test a client's model after training (True) or at the end of the round (False)
 
     def __init__(self, config: Config, info: Info, federation: Federation, device: torch.device) -> None:
         self.config, self.info, self.device = config, info, device
@@ -73,31 +73,31 @@ class Serial:
         self.accuracy: dict[str, float] = {}
         self.begin()
 
-    # --- what differs between methods --------------------------------------------------------------------------------
+    # --- methods override these --------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         self.model = self.placed(self.info.arch.model(self.info.seed))
 
     def train_client(self, round: int, client: str) -> State:
-        """One client's round; what it sends."""
+        """Run one client's round and return its upload."""
         model = copy.deepcopy(self.model).train()
         self.fit(round, client, model.parameters(), lambda x, y: cross_entropy(model(x), y))
         return model.state_dict()
 
     def arrive(self, mean: State) -> None:
-        """The new average is there."""
+        """Store the new average."""
         self.model.load_state_dict({**self.model.state_dict(), **mean})
 
     def scores(self, client: str) -> Callable[[Tensor], Tensor]:
         return self.model.eval()
 
     def weights(self) -> dict[str, State]:
-        """Copies of the server's leaves, and of what each client keeps."""
+        """Copies of the server's leaves and of each client's local leaves."""
         return {"server": copied(self.model.state_dict())}
 
-    # --- what they have in common ------------------------------------------------------------------------------------
+    # --- common to all methods ---------------------------------------------------------------------------------------
 
-    def one_round(self, round: int) -> Taken:
+    def one_round(self, round: int) -> RoundSeconds:
         begun = time.perf_counter()
         sent = {}
         for client in self.train:
@@ -113,7 +113,7 @@ class Serial:
         if not self.tests_trained:
             self.accuracy = {client: self.evaluate(client) for client in self.test}
         ended = time.perf_counter()
-        return Taken(trained - begun, averaged - trained, ended - averaged, ended - begun)
+        return RoundSeconds(trained - begun, averaged - trained, ended - averaged, ended - begun)
 
     def fit(
         self,
@@ -123,15 +123,15 @@ class Serial:
         loss: Callable[[Tensor, Tensor], Tensor],
         before_step: Callable[[], None] = lambda: None,
     ) -> int:
-        """An epoch of SGD; how many steps that were."""
+        """Train one epoch with SGD and return the number of steps."""
         settings, steps = self.config.train.optimizer, 0
-        optimiser = torch.optim.SGD(parameters, lr=settings.lr, momentum=settings.momentum)
+        optimizer = torch.optim.SGD(parameters, lr=settings.lr, momentum=settings.momentum)
         images, labels = self.train[client]
         for rows in self.batches(round, client, len(labels)):
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             loss(self.inputs(images[rows]), labels[rows]).backward()  # type: ignore[no-untyped-call]
             before_step()
-            optimiser.step()
+            optimizer.step()
             steps += 1
         return steps
 
@@ -144,9 +144,9 @@ class Serial:
         return right.item() / len(labels)
 
     def batches(self, round: int, client: str, count: int) -> Iterator[Tensor]:
-        """An epoch in random order; a single image that is left over joins the last batch."""
+        """Batches of one epoch in random order; a single leftover image joins the last batch."""
         order = torch.randperm(count, generator=keys.generator(self.info.seed, "batches", "", round, client, 0))
-        order, size = order.to(self.device), self.config.train.batch
+        order, size = order.to(self.device), self.config.train.batch_size
         ends = [*range(size, count, size), count]
         if len(ends) > 1 and ends[-1] - ends[-2] == 1:
             del ends[-2]
@@ -160,10 +160,10 @@ class Serial:
         return module.to(self.device, memory_format=self.layout)  # type: ignore[call-overload]
 
 
-class Kept(Serial):
-    """A module a client; of it some parts are sent, and the server holds their mean."""
+class SerialPersonal(Serial):
+    """One module per client; some of its parts are shared, and the server stores their mean."""
 
-    parts: tuple[str, ...] = ("",)  # with what the names of leaves begin that are sent; batch norm stays
+    parts: tuple[str, ...] = ("",)  # prefixes of the leaves that are sent; batch norm stays local
 
     def begin(self) -> None:
         self.method: Any = make(self.config.method)
@@ -175,109 +175,109 @@ class Kept(Serial):
         self.shared = self.travelling(first)
         self.server = self.sent(first)
 
-    def travelling(self, me: Any) -> list[str]:
+    def travelling(self, model: Any) -> list[str]:
         kinds = (nn.BatchNorm1d, nn.BatchNorm2d)
-        norms = tuple(f"{name}." for name, part in me.named_modules() if isinstance(part, kinds))
-        return [n for n in me.state_dict() if n.startswith(self.parts) and not n.startswith(norms)]
+        norms = tuple(f"{name}." for name, part in model.named_modules() if isinstance(part, kinds))
+        return [n for n in model.state_dict() if n.startswith(self.parts) and not n.startswith(norms)]
 
-    def sent(self, me: Any) -> State:
-        state = me.state_dict()
+    def sent(self, model: Any) -> State:
+        state = model.state_dict()
         return copied({name: state[name] for name in self.shared})
 
     def received(self, client: str) -> Any:
-        me = self.clients[client]
-        me.load_state_dict(self.server, strict=False)
-        return me
+        model = self.clients[client]
+        model.load_state_dict(self.server, strict=False)
+        return model
 
     def arrive(self, mean: State) -> None:
         self.server = mean
 
     def weights(self) -> dict[str, State]:
         own = {
-            client: copied({n: t for n, t in me.state_dict().items() if n not in self.shared})
-            for client, me in self.clients.items()
+            client: copied({n: t for n, t in model.state_dict().items() if n not in self.shared})
+            for client, model in self.clients.items()
         }
         return {"server": copied(self.server), **own}
 
 
-class SerialFedBN(Kept):
-    """FedBN: a model a client, into which everything but batch norm is copied; a plain mean."""
+class SerialFedBN(SerialPersonal):
+    """FedBN: one model per client, which receives everything but batch norm; a plain mean."""
 
     by_samples = False
 
     def train_client(self, round: int, client: str) -> State:
-        me = self.received(client).train()
-        self.fit(round, client, me.parameters(), lambda x, y: cross_entropy(me(x), y))
-        return self.sent(me)
+        model = self.received(client).train()
+        self.fit(round, client, model.parameters(), lambda x, y: cross_entropy(model(x), y))
+        return self.sent(model)
 
     def scores(self, client: str) -> Callable[[Tensor], Tensor]:
         return self.received(client).eval()
 
 
-class SerialFedCP(Kept):
-    """FedCP: a policy shares each image's features out between a frozen global head and the client's own."""
+class SerialFedCP(SerialPersonal):
+    """FedCP: a policy divides each image's features between a frozen global head and the client's own."""
 
     parts = ("net.body.", "policy.", "common.")
 
     def begin(self) -> None:
         super().begin()
-        for me in self.clients.values():
-            me.common.requires_grad_(False)
+        for model in self.clients.values():
+            model.common.requires_grad_(False)
 
-    def travelling(self, me: Any) -> list[str]:
-        return [name for name, _ in me.named_parameters() if name.startswith(self.parts)]
+    def travelling(self, model: Any) -> list[str]:
+        return [name for name, _ in model.named_parameters() if name.startswith(self.parts)]
 
     def received(self, client: str) -> Any:
-        me = super().received(client)
-        me.client["v"].copy_(normalize(me.net.head[-1].weight.detach().sum(0), dim=0))
-        return me
+        model = super().received(client)
+        model.client["v"].copy_(normalize(model.net.head[-1].weight.detach().sum(0), dim=0))
+        return model
 
-    def score(self, me: Any, z: Tensor) -> Tensor:
-        share = me.policy(me.client["v"] * z).view(len(z), 2, -1).softmax(dim=1)
-        return me.common(share[:, 0] * z) + me.net.head(share[:, 1] * z)
+    def score(self, model: Any, z: Tensor) -> Tensor:
+        share = model.policy(model.client["v"] * z).view(len(z), 2, -1).softmax(dim=1)
+        return model.common(share[:, 0] * z) + model.net.head(share[:, 1] * z)
 
     def train_client(self, round: int, client: str) -> State:
-        me = self.received(client).train()
-        frozen = copy.deepcopy(me.net.body).requires_grad_(False)
+        model = self.received(client).train()
+        snapshot = copy.deepcopy(model.net.body).requires_grad_(False)
 
         def loss(x: Tensor, y: Tensor) -> Tensor:
-            z = me.net.body(x)
-            return cross_entropy(self.score(me, z), y) + self.method.lam * apart(z, frozen(x))
+            z = model.net.body(x)
+            return cross_entropy(self.score(model, z), y) + self.method.lam * apart(z, snapshot(x))
 
-        self.fit(round, client, [*me.net.parameters(), *me.policy.parameters()], loss)
-        sent, own = self.sent(me), me.net.head.state_dict()
+        self.fit(round, client, [*model.net.parameters(), *model.policy.parameters()], loss)
+        sent, own = self.sent(model), model.net.head.state_dict()
         halves = {n: (t + own[n.removeprefix("common.")]) / 2 for n, t in sent.items() if n.startswith("common.")}
         return {**sent, **halves}
 
     def scores(self, client: str) -> Callable[[Tensor], Tensor]:
-        me = self.received(client).eval()
-        return lambda x: self.score(me, me.net.body(x))
+        model = self.received(client).eval()
+        return lambda x: self.score(model, model.net.body(x))
 
 
-class SerialDitto(Kept):
-    """Ditto: after the common model, a personal one that is pulled towards what was received."""
+class SerialDitto(SerialPersonal):
+    """Ditto: the common model, then a personal one that is pulled towards the received model."""
 
     by_samples, parts = False, ("common.",)
 
     def train_client(self, round: int, client: str) -> State:
-        me = self.received(client).train()
-        anchor = [parameter.detach().clone() for parameter in me.common.parameters()]
+        model = self.received(client).train()
+        anchor = [parameter.detach().clone() for parameter in model.common.parameters()]
 
         def loss(x: Tensor, y: Tensor) -> Tensor:
-            pairs = zip(me.personal.parameters(), anchor, strict=True)
+            pairs = zip(model.personal.parameters(), anchor, strict=True)
             pull = sum((mine - received).square().sum() for mine, received in pairs)
-            return cross_entropy(me.personal(x), y) + self.method.lam / 2 * pull
+            return cross_entropy(model.personal(x), y) + self.method.lam / 2 * pull
 
-        self.fit(round, client, me.common.parameters(), lambda x, y: cross_entropy(me.common(x), y))
-        self.fit(round, client, me.personal.parameters(), loss)
-        return self.sent(me)
+        self.fit(round, client, model.common.parameters(), lambda x, y: cross_entropy(model.common(x), y))
+        self.fit(round, client, model.personal.parameters(), loss)
+        return self.sent(model)
 
     def scores(self, client: str) -> Callable[[Tensor], Tensor]:
         return self.clients[client].personal.eval()
 
 
-class SerialScaffold(Kept):
-    """SCAFFOLD: every gradient is corrected by what the server's control variate has and the client's has not."""
+class SerialScaffold(SerialPersonal):
+    """SCAFFOLD: every gradient is corrected by the server's control variate minus the client's."""
 
     by_samples, parts = False, ("net.",)
 
@@ -287,8 +287,8 @@ class SerialScaffold(Kept):
         self.server |= {f"c.{name}": torch.zeros_like(each) for name, each in net.named_parameters()}
 
     def train_client(self, round: int, client: str) -> State:
-        me = self.received(client).train()
-        mine, weights = me.control.tensors(), dict(me.net.named_parameters())
+        model = self.received(client).train()
+        mine, weights = model.control.tensors(), dict(model.net.named_parameters())
         before = copied(weights)
         correction = {name: self.server[f"c.{name}"] - mine[name] for name in weights}
 
@@ -296,12 +296,12 @@ class SerialScaffold(Kept):
             for name, weight in weights.items():
                 weight.grad.add_(correction[name])
 
-        steps = self.fit(round, client, weights.values(), lambda x, y: cross_entropy(me.net(x), y), correct)
+        steps = self.fit(round, client, weights.values(), lambda x, y: cross_entropy(model.net(x), y), correct)
         rate = steps * self.config.train.optimizer.lr
         change = {n: (before[n] - w.detach()) / rate - correction[n] - mine[n] for n, w in weights.items()}
         for name, each in change.items():
             mine[name].add_(each)
-        return {**self.sent(me), **{f"c.{name}": each for name, each in change.items()}}
+        return {**self.sent(model), **{f"c.{name}": each for name, each in change.items()}}
 
     def arrive(self, mean: State) -> None:
         control = {name: each + mean[name] for name, each in self.server.items() if name.startswith("c.")}
@@ -311,92 +311,95 @@ class SerialScaffold(Kept):
         return self.received(client).net.eval()
 
 
-class SerialFedPick(Kept):
+class SerialFedPick(SerialPersonal):
     """FedPick: a mask network picks the features that a personal head sees; both heads learn from each other."""
 
     parts = ("net.",)
 
-    def picked(self, me: Any, z: Tensor, noise: Tensor | float) -> Tensor:
-        soft = ((me.mask(z) + noise) / self.method.tau).sigmoid()
+    def picked(self, model: Any, z: Tensor, noise: Tensor | float) -> Tensor:
+        soft = ((model.mask(z) + noise) / self.method.tau).sigmoid()
         return (soft >= self.method.threshold).float() + soft - soft.detach()
 
     def train_client(self, round: int, client: str) -> State:
-        me, method, steps = self.received(client).train(), self.method, count()
-        noise = Noise(self.device, self.info.seed, "noise", round, client, "train", 0)
+        model, method, steps = self.received(client).train(), self.method, count()
+        noise = Noise(next(model.parameters()), self.info.seed, "noise", round, client, "train", 0)
 
         def loss(x: Tensor, y: Tensor) -> Tensor:
-            z, draw = me.net.body(x), noise.at(next(steps))
+            z, draw = model.net.body(x), noise.at(next(steps))
             one, two = (-(-draw(name, *z.shape).log()).log() for name in ("plus", "minus"))
-            mask = self.picked(me, z, one - two)
-            g, p = me.net.head(z), me.relevant(z * mask)
-            u = me.irrelevant(z * (1 - mask)).log_softmax(1)
+            mask = self.picked(model, z, one - two)
+            g, p = model.net.head(z), model.relevant(z * mask)
+            u = model.irrelevant(z * (1 - mask)).log_softmax(1)
             log_g, log_p = g.log_softmax(1), p.log_softmax(1)
             apart = ((log_p.exp() - log_g.exp()) * (log_p - log_g)).sum(1).mean()  # both divergences at once
             unsure = (u.exp() * u).sum(1).mean()
             both = cross_entropy(g, y) + method.lam_lce * cross_entropy(p, y)
             return both + method.lam_ent * unsure + method.lam_dis * apart
 
-        self.fit(round, client, me.parameters(), loss)
-        return self.sent(me)
+        self.fit(round, client, model.parameters(), loss)
+        return self.sent(model)
 
     def scores(self, client: str) -> Callable[[Tensor], Tensor]:
-        me = self.received(client).eval()
+        model = self.received(client).eval()
 
         def score(x: Tensor) -> Tensor:
-            z = me.net.body(x)
-            personal = me.relevant(z * self.picked(me, z, 0.0))
-            return me.net.head(z).softmax(1) + personal.softmax(1)
+            z = model.net.body(x)
+            personal = model.relevant(z * self.picked(model, z, 0.0))
+            return model.net.head(z).softmax(1) + personal.softmax(1)
 
         return score
 
 
-class SerialFediOS(Kept):
-    """FediOS: two bodies, whose features are projected into subspaces of their own, and one head for them."""
+class SerialFediOS(SerialPersonal):
+    """FediOS: two bodies, whose features are projected into separate subspaces, and one head."""
 
     parts, tests_trained = ("net.",), True
 
-    def features(self, me: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Generic, personal and fused ones."""
-        a, b = (z @ o @ o.T for z, o in ((me.net.body(x), me.basis["generic"]), (me.personal(x), me.basis["personal"])))
+    def features(self, model: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Generic, personal and fused features."""
+        a, b = (
+            z @ o @ o.T
+            for z, o in ((model.net.body(x), model.basis["generic"]), (model.personal(x), model.basis["personal"]))
+        )
         return a, b, self.method.alpha * a + (1 - self.method.alpha) * b
 
     def train_client(self, round: int, client: str) -> State:
-        me = self.received(client).train()
+        model = self.received(client).train()
 
         def loss(x: Tensor, y: Tensor) -> Tensor:
-            every = self.features(me, x)
+            every = self.features(model, x)
             inner = (every[0] * every[1]).sum(1).abs().mean()
-            losses = torch.stack([cross_entropy(me.net.head(z), y) for z in every])
+            losses = torch.stack([cross_entropy(model.net.head(z), y) for z in every])
             return losses.sum() + self.method.lam * inner
 
-        self.fit(round, client, [*me.net.parameters(), *me.personal.parameters()], loss)
-        return self.sent(me)
+        self.fit(round, client, [*model.net.parameters(), *model.personal.parameters()], loss)
+        return self.sent(model)
 
     def scores(self, client: str) -> Callable[[Tensor], Tensor]:
-        me = self.clients[client].eval()
-        return lambda x: me.net.head(self.features(me, x)[2])
+        model = self.clients[client].eval()
+        return lambda x: model.net.head(self.features(model, x)[2])
 
 
-class SerialFedCO2(Kept):
+class SerialFedCO2(SerialPersonal):
     """Fed-CO2: an online and an offline model teach each other, then learn under all other clients' heads."""
 
     by_samples, parts = False, ("online.",)
 
     def begin(self) -> None:
         super().begin()
-        self.heads = {client: copy.deepcopy(me.offline.head) for client, me in self.clients.items()}
+        self.heads = {client: copy.deepcopy(model.offline.head) for client, model in self.clients.items()}
         self.next = dict(self.heads)  # those of the next round
 
     def train_client(self, round: int, client: str) -> State:
-        me = self.received(client).train()
-        teachers = [copy.deepcopy(each).eval().requires_grad_(False) for each in (me.offline, me.online)]
+        model = self.received(client).train()
+        teachers = [copy.deepcopy(each).eval().requires_grad_(False) for each in (model.offline, model.online)]
         others = [head.eval().requires_grad_(False) for name, head in self.heads.items() if name != client]
-        for student, teacher in zip((me.online, me.offline), teachers, strict=True):
+        for student, teacher in zip((model.online, model.offline), teachers, strict=True):
             self.fit(round, client, student.parameters(), self.taught(student, teacher))
-        for model in (me.online, me.offline):
-            self.fit(round, client, model.parameters(), self.under(model, others))
-        self.next[client] = copy.deepcopy(me.offline.head)
-        return self.sent(me)
+        for branch in (model.online, model.offline):
+            self.fit(round, client, branch.parameters(), self.under(branch, others))
+        self.next[client] = copy.deepcopy(model.offline.head)
+        return self.sent(model)
 
     def taught(self, student: nn.Module, teacher: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
         def loss(x: Tensor, y: Tensor) -> Tensor:
@@ -421,13 +424,13 @@ class SerialFedCO2(Kept):
         self.heads = dict(self.next)
 
     def scores(self, client: str) -> Callable[[Tensor], Tensor]:
-        me = self.received(client).eval()
-        return lambda x: me.online(x) + me.offline(x)
+        model = self.received(client).eval()
+        return lambda x: model.online(x) + model.offline(x)
 
     def weights(self) -> dict[str, State]:
         found = super().weights()
         for client, head in self.heads.items():
-            found["server"] |= copied({of(client, name): each for name, each in head.state_dict().items()})
+            found["server"] |= copied({client_key(client, name): each for name, each in head.state_dict().items()})
         return found
 
 
@@ -455,7 +458,7 @@ def apart(a: Tensor, b: Tensor) -> Tensor:
 
 @torch.no_grad()
 def mean(states: Mapping[str, State], sizes: Mapping[str, int]) -> State:
-    """The weighted mean; what is not a float is the first one's."""
+    """The weighted mean; tensors that are not floats are copied from the first client."""
     total, first = sum(sizes.values()), next(iter(states.values()))
     result = {}
     for name, tensor in first.items():

@@ -1,4 +1,4 @@
-"""Results as tables: on a terminal, and as a Markdown page beside the JSON file."""
+"""Results as tables, on a terminal and as a Markdown page beside the JSON file."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ TITLES = {
     "roofline": "What bounds a training step",
 }
 MEMORY = (
-    "Memory: on a GPU what PyTorch reserves there until the first round is through; on a CPU the most in one more "
-    "round, without what stays when the contender is closed, with all worker processes, where a page that several of "
-    "them share counts once."
+    "Memory: on a GPU what PyTorch reserves up to the end of the first round; on a CPU the peak of one more round, "
+    "including all worker processes, without what stays after the contender is closed. A page shared by several "
+    "processes counts once."
 )
 
 
 def grids(results: Results) -> dict[str, Grid]:
-    """The tables of the sections that have something to tell, widest form."""
+    """The tables of all sections with rows or notes, in their widest form."""
     made = {
         "engines": engines(results["engines"]),
         "options": options(results["options"]),
@@ -38,7 +38,7 @@ def grids(results: Results) -> dict[str, Grid]:
 
 
 def fitting(title: str, grid: Grid) -> Fitting:
-    """For a terminal: without the last columns where it is narrow."""
+    """A table for a terminal, without the last columns if it is narrow."""
     keep = 7 if title == TITLES["engines"] else len(grid.header)
     narrow = Grid(grid.header[:keep], tuple(row[:keep] for row in grid.rows), grid.notes)
     return Fitting((grid, narrow))
@@ -80,7 +80,7 @@ def engines(rows: list[Row]) -> Grid:
         "whole round, images/s",
         "x training",
         "x whole round",
-        "kernels a step",
+        "kernels per step",
         "memory, MB",
         "difference",
         "rounds",
@@ -99,16 +99,16 @@ def _engine_notes(rows: list[Row]) -> Iterable[str]:
     if not rows:
         return
     yield (
-        "Images a second: training images of all clients over the median time. Training: download, training and "
-        "upload; the whole round also averages and evaluates every client's test images. x: times the first engine of "
-        "the row, which is a plain serial loop, or inprocess where none was written by hand. Difference: of the "
-        "weights after one round, from the first engine's, at most; a weight moved by up to "
+        "Images per second: training images of all clients divided by the median time. Training: download, training "
+        "and upload; the whole round also averages and evaluates every client's test images. x: times the first engine "
+        "of the row, a plain serial loop, or inprocess for methods without one. Difference: the largest difference of "
+        "the weights after one round from those of the first engine; a weight moved by up to "
         f"{min(row['largest_change_of_a_weight'] for row in rows):.1g} to "
         f"{max(row['largest_change_of_a_weight'] for row in rows):.1g} in that round."
     )
     precisions = ", ".join(sorted({row["precision"] for row in rows}))
     yield MEMORY
-    yield f"Precision {precisions}; {rows[0]['threads']} thread a process; evaluated at each method's own moment."
+    yield f"Precision {precisions}; {rows[0]['threads']} thread per process; evaluated at each method's own moment."
     for name, row in {_named(row["workload"], row): row for row in rows}.items():
         less = "" if row["all_images"] else " (fewer than the paper's)"
         yield (
@@ -120,11 +120,11 @@ def _engine_notes(rows: list[Row]) -> Iterable[str]:
 
 
 def _left_out(rows: list[Row]) -> Iterable[str]:
-    said: dict[str, list[str]] = {}
+    reasons: dict[str, list[str]] = {}
     for row in rows:
         for name, reason in row["left_out"].items():
-            said.setdefault(f"{name}: {reason}", []).append(row["key"])
-    for what, where in said.items():
+            reasons.setdefault(f"{name}: {reason}", []).append(row["key"])
+    for what, where in reasons.items():
         yield f"Left out, {what} ({', '.join(where)})."
 
 
@@ -147,8 +147,8 @@ def options(rows: list[Row]) -> Grid:
     notes = []
     if rows:
         sizes = " or ".join(dict.fromkeys(f"{row['train_images']:,}" for row in rows))
-        said = f"FedAvg on {rows[0]['workload']}, {sizes} training images; x: times the first value of the option."
-        notes += [said, MEMORY]
+        note = f"FedAvg on {rows[0]['workload']}, {sizes} training images; x: times the first value of the option."
+        notes += [note, MEMORY]
     return _grid(header, lines, [*notes, *_left_out(rows)])
 
 
@@ -162,8 +162,8 @@ def workers(rows: list[Row]) -> Grid:
         if row["share_of_independent"] is not None:
             notes.append(
                 f"FedAvg on {_named(row['workload'], row)}, {row['train_images']:,} training images, training alone: "
-                f"{row['workers']} workers reach {row['share_of_independent']:.2f} of what {row['workers']} processes "
-                "that know nothing of each other reach together (median over neighbouring rounds)."
+                f"{row['workers']} workers reach {row['share_of_independent']:.2f} of the speed of {row['workers']} "
+                "independent processes (median over neighbouring rounds)."
             )
         notes += _left_out([row])
     return _grid(header, lines, notes)
@@ -178,23 +178,22 @@ def growth(rows: list[Row]) -> Grid:
         "take part",
         "parameters",
         "set-up, s",
-        "a round, s",
+        "per round, s",
         "memory, MB",
     )
-    through = [row for row in rows if "failed" not in row]
+    measured = [row for row in rows if "failed" not in row]
     lines = []
-    for row in through:
+    for row in measured:
         texts = [row["curve"], row["series"], row["settings"]["engine"]]
         texts += [f"{row[number]:,}" for number in ("clients", "participants", "parameters")]
         memory = (row["device_memory_bytes"] or row["peak_memory_bytes"]) / 1e6
         lines.append([*texts, f"{row['set_up_seconds']:.2f}", f"{row['round_seconds']:.3g}", _number(memory)])
     notes = []
-    if through:
-        loaded = max(row["memory_when_loaded_bytes"] for row in through) / 1e6
+    if measured:
+        loaded = max(row["memory_when_loaded_bytes"] for row in measured) / 1e6
         notes.append(
-            "Each point in a process of its own; memory is what PyTorch allocates on a GPU, else the largest resident "
-            f"size, of which {loaded:,.0f} MB are Python and PyTorch before anything is made. Those who take part are "
-            "evaluated."
+            "Each point runs in its own process; memory is what PyTorch allocates on a GPU, else the peak resident "
+            f"size, of which {loaded:,.0f} MB are Python and PyTorch themselves. Only participants are evaluated."
         )
     notes += [f"Growth with {row['curve']}: {row['failed']}" for row in rows if "failed" in row]
     return _grid(header, lines, notes)
@@ -205,13 +204,13 @@ def roofline(rows: list[Row]) -> Grid:
         "workload",
         "engine",
         "threads",
-        "MFLOP a step",
-        "MB a step",
-        "kernels a step",
+        "MFLOP per step",
+        "MB per step",
+        "kernels per step",
         "steps/s",
         "of arithmetic",
         "of memory",
-        "of starts",
+        "of launches",
     )
     lines, limits, notes = [], {}, []
     for row in rows:
@@ -235,9 +234,9 @@ def roofline(rows: list[Row]) -> Grid:
     ]
     if rows:
         measured.append(
-            "On a CPU an engine's shares are of what as many threads as it uses can do. FLOPs and bytes are those of "
-            "the plain step with the mean batch: what each operation reads and writes, caches aside, so fused kernels "
-            "move less."
+            "On a CPU an engine's shares are relative to the rates of as many threads as it uses. FLOPs and bytes are "
+            "those of the plain step with the mean batch: what each operation reads and writes, without caches, so "
+            "fused kernels move less."
         )
     return _grid(header, lines, [*measured, *notes])
 
@@ -247,8 +246,8 @@ def _grid(header: tuple[str, ...], lines: Iterable[Iterable[str]], notes: Iterab
 
 
 def _named(name: str, row: Row) -> str:
-    """With the images of a client, where they were asked for."""
-    return name if row["samples"] is None else f"{name} ({row['samples']} images a client)"
+    """The name, with the number of images per client if it was given."""
+    return name if row["samples"] is None else f"{name} ({row['samples']} images per client)"
 
 
 def _speeds(each: Row) -> list[str]:
@@ -268,7 +267,8 @@ def _rounds(each: Row) -> str:
 
 
 def _number(value: float) -> str:
-    """
+    """Format with about three significant digits.
+
     >>> _number(12345.6), _number(45.67), _number(0.5)
     ('12,346', '45.7', '0.500')
     """
@@ -283,8 +283,8 @@ def _difference(value: float | None) -> str:
     return "" if value is None else f"{value:.1g}"
 
 
-def _kernels(told: Mapping[str, Any] | float | None) -> str:
-    """A number, or one a pass."""
-    if isinstance(told, Mapping):
-        return ", ".join(f"{name} {value:g}" for name, value in told.items())
-    return "" if told is None else f"{told:g}"
+def _kernels(count: Mapping[str, Any] | float | None) -> str:
+    """One number, or one per pass."""
+    if isinstance(count, Mapping):
+        return ", ".join(f"{name} {value:g}" for name, value in count.items())
+    return "" if count is None else f"{count:g}"

@@ -1,5 +1,5 @@
-"""What several cores give: the engine `processes` with one worker and with one a core, beside as many processes that
-know nothing of each other. What those reach together in the same minute is all that the machine has to give."""
+"""Speed-up on several cores: the engine `processes` with one worker and with one per core, compared with as many
+independent processes. Their total speed, measured at the same time, is the limit of the machine."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import torch
 
 from fedprism.bench.engines import MISSING, Ask, described, outcome_row, trained, variant
 from fedprism.bench.progress import Rows
-from fedprism.bench.race import ByHand, Entry, Weights, race
+from fedprism.bench.race import ByHand, ContenderSpec, Weights, race
 from fedprism.bench.results import Results
-from fedprism.bench.serial import Taken
-from fedprism.bench.workloads import FIRST, WORKLOADS, configure, make_clients, most_images
-from fedprism.engines.inprocess import ENGINES
-from fedprism.engines.processes import cores
+from fedprism.bench.serial import RoundSeconds
+from fedprism.bench.workloads import FIRST, WORKLOADS, configure, make_clients, max_images
+from fedprism.engines import ENGINES
+from fedprism.engines.processes.engine import cores
 from fedprism.errors import FedprismError
 
 CPU = torch.device("cpu")
@@ -28,16 +28,16 @@ METHOD = "fedavg"
 
 
 def measure_workers(ask: Ask, results: Results, rows: Rows) -> None:
-    """One row, training alone: what `processes` has of what independent processes reach."""
+    """Measure one row, training only: the speed of `processes` as a share of that of independent processes."""
     if ask.device.type != "cpu":
-        rows.say("worker processes are measured on a CPU: add --device cpu.")
+        rows.note("worker processes are measured on a CPU: add --device cpu.")
         return
     if "processes" not in ENGINES:
-        rows.say(f"processes is left out: {MISSING}.")
+        rows.note(f"processes is left out: {MISSING}.")
         return
     count, workload = cores(), WORKLOADS[FIRST]
     if count < 2:
-        rows.say("this process may use one core, so there is nothing to compare.")
+        rows.note("this process may use one core, so there is nothing to compare.")
         return
     names = ("processes, 1 worker", f"processes, {count} workers", f"{count} independent processes")
     there = not ask.force and results.has("workers", ask.key(FIRST), names)
@@ -45,16 +45,16 @@ def measure_workers(ask: Ask, results: Results, rows: Rows) -> None:
     if there:
         return
     rows.begin("worker processes", ask.pace.steps(len(names) + 1))
-    most = most_images(workload, CPU, ask.quick, ask.samples)
-    federation = make_clients(workload, most)
+    limit = max_images(workload, CPU, ask.quick, ask.samples)
+    federation = make_clients(workload, limit)
     config = configure(workload, METHOD, CPU, {"engine": "inprocess"})
     entries = [
         variant(name, workload, METHOD, federation, CPU, {"engine": "processes", "workers": workers})
         for name, workers in zip(names[:2], (1, count), strict=True)
     ]
-    entries.append(Entry(names[2], lambda: Independent(most, count)))
-    entries.append(Entry(f"serial, {count} threads", lambda: ByHand(config, federation, CPU, threads=count)))
-    outcome = race(entries, trained(federation), CPU, ask.pace, rows.tell)
+    entries.append(ContenderSpec(names[2], lambda: Independent(limit, count)))
+    entries.append(ContenderSpec(f"serial, {count} threads", lambda: ByHand(config, federation, CPU, threads=count)))
+    outcome = race(entries, trained(federation), CPU, ask.pace, rows.step)
     reached = share(outcome.results, names)
     row = described(FIRST, workload, METHOD, federation, ask) | outcome_row(outcome, {})
     row |= {"workers": count, "share_of_independent": reached}
@@ -63,7 +63,7 @@ def measure_workers(ask: Ask, results: Results, rows: Rows) -> None:
 
 
 def share(results: Sequence[Mapping[str, Any]], names: tuple[str, ...]) -> float | None:
-    """Of what independent processes reach, what the workers reach: the median over rounds that followed each other."""
+    """The workers' speed as a share of that of independent processes: the median over neighbouring rounds."""
     seconds = {each["name"]: each["seconds"]["train"] for each in results}
     if not set(names) <= seconds.keys():
         return None
@@ -72,19 +72,19 @@ def share(results: Sequence[Mapping[str, Any]], names: tuple[str, ...]) -> float
 
 
 class Independent:
-    """Processes that each train a share of the clients by the plain loop, on one thread, and exchange nothing."""
+    """Processes that each train a share of the clients with the plain loop, on one thread, without communication."""
 
     cold = 1
 
-    def __init__(self, most: int | None, count: int) -> None:
+    def __init__(self, limit: int | None, count: int) -> None:
         self.threads = count
         context = multiprocessing.get_context("spawn")
         self.pipes: list[Connection] = []
         self.processes = []
         try:
-            for place in range(count):
+            for index in range(count):
                 here, there = context.Pipe()
-                process = context.Process(target=_alone, args=(there, most, place, count), daemon=True)
+                process = context.Process(target=_alone, args=(there, limit, index, count), daemon=True)
                 process.start()
                 there.close()
                 self.pipes.append(here)
@@ -95,13 +95,13 @@ class Independent:
             self.close()
             raise
 
-    def one_round(self, round: int) -> Taken:
-        """The seconds that the slowest needs; nothing is averaged and nothing evaluated."""
+    def one_round(self, round: int) -> RoundSeconds:
+        """The seconds of the slowest process; there is no aggregation and no evaluation."""
         begun = time.perf_counter()
         for pipe in self.pipes:
             pipe.send(round)
         train = max(self._answer(pipe) for pipe in self.pipes)
-        return Taken(train, 0.0, 0.0, time.perf_counter() - begun)
+        return RoundSeconds(train, 0.0, 0.0, time.perf_counter() - begun)
 
     def weights(self) -> Weights:
         return {}
@@ -111,7 +111,7 @@ class Independent:
 
     def close(self) -> None:
         for pipe in self.pipes:
-            pipe.close()  # each ends when nobody asks any more
+            pipe.close()  # each process ends when its pipe closes
         for process in self.processes:
             process.join(10)
             if process.is_alive():
@@ -122,14 +122,14 @@ class Independent:
         try:
             return float(pipe.recv())
         except EOFError:
-            raise FedprismError("a process that was to be measured ended; is there enough memory?") from None
+            raise FedprismError("a measured process ended unexpectedly; is there enough memory?") from None
 
 
-def _alone(pipe: Connection, most: int | None, place: int, count: int) -> None:
-    """What such a process does: trains every `count`-th client when it is told, and says how long it took."""
+def _alone(pipe: Connection, limit: int | None, index: int, count: int) -> None:
+    """The main function of a process: train every `count`-th client on request and send the seconds."""
     workload = WORKLOADS[FIRST]
-    federation = make_clients(workload, most)
-    own = {name: federation.clients[name] for name in federation.names[place::count]}
+    federation = make_clients(workload, limit)
+    own = {name: federation.clients[name] for name in federation.names[index::count]}
     config = configure(workload, METHOD, CPU, {"engine": "inprocess"})
     hand = ByHand(config, replace(federation, clients=own), CPU)
     pipe.send(0.0)

@@ -1,6 +1,6 @@
-"""What is measured: the table of workloads, and the federation and configuration of each.
+"""The workloads of the benchmark, with the federation and configuration of each.
 
-Sizes are those of the papers. Images are random bytes, made from a key: speed does not depend on what they show.
+Sizes are those of the papers. Images are keyed random bytes: speed does not depend on their content.
 """
 
 from __future__ import annotations
@@ -12,38 +12,38 @@ from typing import Any
 import torch
 
 from fedprism import keys
-from fedprism.api import resolve
 from fedprism.config import Config, structure
 from fedprism.errors import ConfigError
 from fedprism.federation import Federation
 from fedprism.methods import find
+from fedprism.planning import resolve
 from fedprism.registry import Registry
 
-ROUNDS = 1_000_000  # of a configuration: a run that is measured never comes to its last round
+ROUNDS = 1_000_000  # of the configuration: a measured run never reaches its last round
 OPTIMIZER = {"name": "sgd", "lr": 0.005, "momentum": 0.0}  # FedCP's
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, clients with so many training and test images each, and the methods that are measured on them."""
+    """A model, the numbers of training and test images per client, and the methods to measure."""
 
     model: Mapping[str, Any]
     shape: tuple[int, int, int]
     classes: int
     batch: int
-    train: tuple[int, ...]  # images of each client
+    train: tuple[int, ...]  # images per client
     test: tuple[int, ...]
     methods: tuple[str, ...]
-    cpu: int  # at most so many training images a client on a CPU, which is slower by far
-    quick: int  # and with --quick, there and on a GPU
-    run: Mapping[str, Any] = field(default_factory=dict)  # of the configuration's `run`
-    first: tuple[str, ...] = ()  # of the methods, those of --quick; none: all
+    cpu: int  # maximum number of training images per client on a CPU, which is much slower
+    quick: int  # the same with --quick; 20 times as many on a GPU
+    run: Mapping[str, Any] = field(default_factory=dict)  # `run` settings of the configuration
+    first: tuple[str, ...] = ()  # methods of --quick; empty: all
 
-    def sizes(self, most: int | None) -> list[tuple[int, int]]:
-        """Training and test images of each client; of both, the share that leaves at most `most` for training."""
+    def sizes(self, limit: int | None) -> list[tuple[int, int]]:
+        """Training and test images per client, both reduced so that at most `limit` are for training."""
         pairs = []
         for train, test in zip(self.train, self.test, strict=True):
-            kept = train if most is None else min(train, most)
+            kept = train if limit is None else min(train, limit)
             pairs.append((kept, max(1, round(test * kept / train))))
         return pairs
 
@@ -53,11 +53,11 @@ EIGHT = ("fedavg", "fedbn", "fedcp", "fedpick", "fedios", "fed-co2", "ditto", "s
 
 
 def _cnn4(clients: int, batch: int, methods: tuple[str, ...], first: tuple[str, ...] = ()) -> Workload:
-    """CIFAR-100 as FedCP deals it: 60,000 images, of which each client keeps a quarter for the test."""
+    """CIFAR-100 as in FedCP: 60,000 images, of which each client keeps a quarter for the test."""
     each = 60_000 // clients
     train, test = (each * 3 // 4,) * clients, (each // 4,) * clients
-    least = 3 * batch if clients > 20 else 100
-    return Workload({"name": "cnn4"}, (3, 32, 32), 100, batch, train, test, methods, least, least // 5, first=first)
+    cpu = 3 * batch if clients > 20 else 100
+    return Workload({"name": "cnn4"}, (3, 32, 32), 100, batch, train, test, methods, cpu, cpu // 5, first=first)
 
 
 WORKLOADS.register("cnn4-n20-b10")(_cnn4(20, 10, EIGHT, ("fedavg", "fedcp")))
@@ -97,8 +97,8 @@ WORKLOADS.register("resnet18-n20-b10")(  # torchvision's stem: 7x7 and pooling
 FIRST = "cnn4-n20-b10"
 
 
-def most_images(workload: Workload, device: torch.device, quick: bool, samples: int | None) -> int | None:
-    """How many training images a client has at most; None: as many as the papers' has."""
+def max_images(workload: Workload, device: torch.device, quick: bool, samples: int | None) -> int | None:
+    """The maximum number of training images per client; None: the paper's number."""
     if samples is not None:
         return samples
     if device.type == "cuda":
@@ -106,15 +106,15 @@ def most_images(workload: Workload, device: torch.device, quick: bool, samples: 
     return workload.quick if quick else workload.cpu
 
 
-def make_clients(workload: Workload, most: int | None) -> Federation:
-    """The workload's clients with random images and labels."""
+def make_clients(workload: Workload, limit: int | None) -> Federation:
+    """Make the workload's clients with random images and labels."""
     clients = {}
-    for place, (train, test) in enumerate(workload.sizes(most)):
-        draw = keys.generator("bench", place)
+    for index, (train, test) in enumerate(workload.sizes(limit)):
+        draw = keys.generator("bench", index)
         x = torch.randint(0, 256, (train + test, *workload.shape), dtype=torch.uint8, generator=draw)
         y = torch.randint(0, workload.classes, (train + test,), generator=draw)
         nothing = (x[:0], y[:0])
-        clients[f"c{place:03d}"] = {
+        clients[f"c{index:03d}"] = {
             "train": (x[:train], y[:train]),
             "validation": nothing,
             "test": (x[train:], y[train:]),
@@ -124,11 +124,11 @@ def make_clients(workload: Workload, most: int | None) -> Federation:
 
 
 def configure(workload: Workload, method: str, device: torch.device, run: Mapping[str, Any]) -> Config:
-    """The configuration of one engine: evaluated every round on the test part, at the method's own moment."""
+    """The configuration of one engine: evaluation in every round on the test split, at the method's own moment."""
     raw = {
         "model": dict(workload.model),
         "method": method,
-        "train": {"rounds": ROUNDS, "batch": workload.batch, "optimizer": OPTIMIZER},
+        "train": {"rounds": ROUNDS, "batch_size": workload.batch, "optimizer": OPTIMIZER},
         "evaluate": {"moments": [find(method).moment], "splits": ["test"]},
         "run": {"device": str(device), **workload.run, **run},
     }
@@ -136,12 +136,12 @@ def configure(workload: Workload, method: str, device: torch.device, run: Mappin
 
 
 def chosen(names: Sequence[str]) -> dict[str, Workload]:
-    """Workloads by name; none named: all."""
+    """Workloads by name; all if none is named."""
     return {name: WORKLOADS[name] for name in names} if names else dict(WORKLOADS.items())
 
 
 def chosen_methods(workload: Workload, quick: bool, asked: Sequence[str] | None) -> tuple[str, ...]:
-    """Methods that are asked for, or those of the workload."""
+    """The requested methods, or those of the workload."""
     for name in asked or ():
         if "/" in name or ":" in name or name.endswith(".py"):
             raise ConfigError(f"--methods has {name!r}; `bench` measures registered methods: {', '.join(EIGHT)}, ...")

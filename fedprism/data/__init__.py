@@ -1,4 +1,4 @@
-"""Named datasets as arrays with domain names. Importing this package registers them in `DATASETS`."""
+"""Datasets as arrays with labels and domains. Importing this package registers them in `DATASETS`."""
 
 from fedprism.data import agnews, cifar, digits, digits_five, folder, image_sets, synth_digits, synthetic
 from fedprism.data.base import DATASETS, Dataset, check_names, load

@@ -1,8 +1,8 @@
-"""AG News (Zhang, Zhao, LeCun 2015): news in four topics, as token numbers.
+"""AG News (Zhang, Zhao, LeCun 2015): news in four topics, as token ids.
 
-Read are the published `agnews/train.csv` and `agnews/test.csv` (topic 1 to 4, title, description; no header) or the
-compact `agnews_train.csv.gz` and `agnews_test.csv.gz` (a header, then topic and text). A text is title, a space, and
-description. The vocabulary is that of the training texts alone.
+The loader reads the published `agnews/train.csv` and `agnews/test.csv` (topic 1 to 4, title, description; no header)
+or the compact `agnews_train.csv.gz` and `agnews_test.csv.gz` (a header, then topic and text). A text is the title, a
+space and the description. The vocabulary is built from the training texts alone.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from numpy.typing import NDArray
 from fedprism.config import DataConfig, plain, setting
 from fedprism.data import text
 from fedprism.data.base import DATASETS, WITH_OPTIONS, Dataset, options
-from fedprism.data.cache import Arrays, Store, converted
+from fedprism.data.cache import Arrays, ArrayWriter, converted
 from fedprism.data.places import root_of
 from fedprism.data.sources import looking, missing
 from fedprism.errors import ConfigError, DataError
 
 NAME = "agnews"
 CLASSES = ("World", "Sports", "Business", "Sci-Tech")  # published as Sci/Tech, which cannot be a file's name
-PARTS = ("train", "test")
+SPLITS = ("train", "test")
 TEST_SHARE = 0.25  # FedCP's, where train and test are merged
-LONGEST = 10_000  # tokens of a text that may be asked for; the longest texts have a few hundred
+MAX_LENGTH = 10_000  # largest `length` option; the longest texts have a few hundred tokens
 VERSION = 1  # of the conversion
 
 WITH_OPTIONS.add(NAME)
@@ -40,11 +40,11 @@ WITH_OPTIONS.add(NAME)
 @dataclass(frozen=True)
 class Options:
     length: int = setting(
-        200, "tokens of a text; longer ones are cut", lambda v: 1 <= v <= LONGEST, f"1 to {LONGEST:,}"
+        200, "tokens per text; longer texts are cut", lambda v: 1 <= v <= MAX_LENGTH, f"1 to {MAX_LENGTH:,}"
     )
     words: int | None = setting(
         98_635,
-        "at most so many tokens, padding and the unknown word among them; null: every word of the training texts",
+        "maximum vocabulary size, padding and the unknown word included; null: every word of the training texts",
         lambda v: v is None or v > text.SPECIAL,
         f"null, or more than {text.SPECIAL}",
     )
@@ -52,7 +52,7 @@ class Options:
 
 @DATASETS.register(NAME)
 def load(config: DataConfig, seed: int) -> Dataset:
-    """AG News: news in four topics as texts of 200 tokens; its own test part; for text models such as fasttext."""
+    """AG News: news in four topics as texts of 200 tokens; own test split; for text models such as fasttext."""
     for key, value, neutral in (("image_size", config.image_size, "auto"), ("augment", config.augment, "none")):
         if value != neutral:
             raise ConfigError(f"data.{key} is {plain(value)}, but {NAME} holds texts, not images; set it to {neutral}.")
@@ -73,7 +73,7 @@ def load(config: DataConfig, seed: int) -> Dataset:
 
 
 def encode(texts: Sequence[str], config: DataConfig) -> NDArray[np.int32]:
-    """int32 [n, length]: new texts as the dataset of this configuration has its own, for a trained model to predict.
+    """int32 [n, length]: new texts, encoded as this configuration's dataset, for a trained model to predict.
 
     `encode(["Oil prices rise again"], DataConfig("agnews"))`
     """
@@ -84,28 +84,30 @@ def encode(texts: Sequence[str], config: DataConfig) -> NDArray[np.int32]:
 def _arrays(config: DataConfig) -> Arrays:
     chosen, files = options(config, Options), _files(root_of(config))
 
-    def convert(store: Store) -> None:
-        held = {part: _read(file) for part, file in zip(PARTS, files, strict=True)}
-        texts = [each for part in PARTS for each in held[part][1]]
-        words = text.vocabulary(held["train"][1], chosen.words)
-        text.encode(texts, words, chosen.length, store.inputs((len(texts), chosen.length), np.int32))
-        store.columns["label"] = np.concatenate([held[part][0] for part in PARTS])
-        store.columns["is_test"] = np.repeat([False, True], [len(held[part][0]) for part in PARTS])
-        store.facts["words"] = words
+    def convert(writer: ArrayWriter) -> None:
+        raw = {split: _read(file) for split, file in zip(SPLITS, files, strict=True)}
+        texts = [each for split in SPLITS for each in raw[split][1]]
+        words = text.vocabulary(raw["train"][1], chosen.words)
+        text.encode(texts, words, chosen.length, writer.inputs((len(texts), chosen.length), np.int32))
+        writer.columns["label"] = np.concatenate([raw[split][0] for split in SPLITS])
+        writer.columns["is_test"] = np.repeat([False, True], [len(raw[split][0]) for split in SPLITS])
+        writer.facts["words"] = words
 
     return converted(NAME, VERSION, files, {"length": chosen.length, "words": chosen.words}, convert)
 
 
 def _files(root: Path) -> list[Path]:
-    """The training and the test file; published ones where both forms are there."""
-    for forms in ([root / NAME / f"{part}.csv" for part in PARTS], [root / f"{NAME}_{part}.csv.gz" for part in PARTS]):
-        if all(file.is_file() for file in forms):
-            return forms
+    """The training and the test file; the published ones take precedence over the compact ones."""
+    published = [root / NAME / f"{split}.csv" for split in SPLITS]
+    compact = [root / f"{NAME}_{split}.csv.gz" for split in SPLITS]
+    for files in (published, compact):
+        if all(file.is_file() for file in files):
+            return files
     raise missing(NAME, root)
 
 
 def _read(path: Path) -> tuple[NDArray[np.int64], list[str]]:
-    """The labels, from 0, and the texts of one file."""
+    """The labels, counted from 0, and the texts of one file."""
     content = _content(path)
     compact = path.suffix == ".gz"
     columns = 2 if compact else 3
@@ -126,7 +128,7 @@ def _read(path: Path) -> tuple[NDArray[np.int64], list[str]]:
     if not texts:
         raise DataError(f"{path} holds no texts.")
     if content.count('"') % 2:
-        raise DataError(f"{path}, line {rows.line_num}: the file ends inside a quoted text; it is not whole.")
+        raise DataError(f"{path}, line {rows.line_num}: the file ends inside a quoted text; it is incomplete.")
     return np.array(labels, dtype=np.int64), texts
 
 

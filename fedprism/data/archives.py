@@ -1,4 +1,4 @@
-"""Unpack one archive: into a hidden folder beside its place, which is moved there when it is whole."""
+"""Unpack one archive atomically: into a hidden folder, which is renamed when it is complete."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 from fedprism import atomic
-from fedprism.data.download import BLOCK, MOST_BYTES, Report, silent, writing
+from fedprism.data.download import BLOCK, MAX_BYTES, Report, silent, writing
 from fedprism.errors import DataError
 
-MOST_FILES = 500_000  # an archive may hold this many
-HEADER = 64 << 20  # more than this is never read from an archive in one piece
-UNPACKING = ".unpacking-"  # begins the name of a folder that is not whole yet
+MAX_FILES = 500_000  # files in an archive
+HEADER = 64 << 20  # bytes read from an archive at once
+UNPACKING = ".unpacking-"  # prefix of an incomplete folder
 
-# What the readers of archives raise on damaged or hostile ones, beside OSError.
+# Exceptions on damaged or hostile archives, besides OSError.
 DAMAGED = (
     *(tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error),
     *(EOFError, ValueError, LookupError, ArithmeticError, RuntimeError),
@@ -36,7 +36,7 @@ DAMAGED = (
 
 
 class BadArchive(DataError):
-    """An archive that is damaged or means harm."""
+    """An archive that is damaged or unsafe to unpack."""
 
 
 class _Member(NamedTuple):
@@ -53,14 +53,14 @@ def unpack(
     folder: Path,
     *,
     keep: Sequence[str] = (),
-    most_bytes: int = MOST_BYTES,
-    most_files: int = MOST_FILES,
+    max_bytes: int = MAX_BYTES,
+    max_files: int = MAX_FILES,
     report: Report = silent,
 ) -> bool:
-    """Unpack a tar (gz, bz2, xz) or zip archive into a folder; False: that was done already.
+    """Unpack a tar (gz, bz2, xz) or zip archive into a folder; return False if that was done before.
 
-    `keep` are patterns such as `clipart/bird/*`; other files are left out, and hidden ones always. Nothing is written
-    outside of the folder, nothing that is there is overwritten, and links and devices are refused.
+    `keep` lists patterns such as `clipart/bird/*`; other files, and all hidden ones, are skipped. Nothing is written
+    outside of the folder, no existing file is overwritten, and links and devices are refused.
     """
     done = folder / f".{archive.name}.unpacked.json"
     note = _unpacked(done)
@@ -68,11 +68,11 @@ def unpack(
         return False
     temporary = folder / f"{UNPACKING}{archive.name}"
     with writing(f"{archive} could not be unpacked into {folder}"):
-        if temporary.exists():  # left by a process that was killed
+        if temporary.exists():  # left by an interrupted process
             shutil.rmtree(temporary)
         temporary.mkdir(parents=True)
         try:
-            _extract(archive, temporary, keep, most_bytes, most_files, report)
+            _extract(archive, temporary, keep, max_bytes, max_files, report)
             tops = sorted(entry.name for entry in temporary.iterdir())
             for top in tops:
                 if os.path.lexists(folder / top) and top not in note.get("tops", ()):
@@ -81,7 +81,7 @@ def unpack(
                         "there. Move it away and try again."
                     )
             note = {"tops": tops, "keep": list(keep), "files": _files_in(temporary, tops)}
-            if hasattr(os, "sync"):  # one call for what may be 100 000 files
+            if hasattr(os, "sync"):  # one call for up to 100,000 files
                 os.sync()
             atomic.write_json(done, {**note, "done": False})
             for top in tops:
@@ -95,16 +95,16 @@ def unpack(
 
 
 def half_unpacked(archive: Path, folder: Path) -> bool:
-    """Was an archive unpacked here, and was that interrupted, or are some of its files gone since?"""
+    """Whether unpacking this archive was interrupted, or some of its files have gone since."""
     note = _unpacked(folder / f".{archive.name}.unpacked.json")
     return bool(note) and not (note["done"] and _files_in(folder, note["tops"]) >= note["files"])
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Of an unpacking that was killed; nobody else may unpack there now."""
+    """Remove the folders of interrupted unpacking; no other process may unpack there now."""
     with writing(f"{folder} could not be tidied up"):
-        for left in folder.glob(f"{UNPACKING}*"):
-            shutil.rmtree(left)
+        for leftover in folder.glob(f"{UNPACKING}*"):
+            shutil.rmtree(leftover)
 
 
 def _files_in(folder: Path, tops: Sequence[str]) -> int:
@@ -120,18 +120,16 @@ def _unpacked(path: Path) -> dict[str, Any]:
     return note if isinstance(note, dict) and {"done", "tops", "keep", "files"} <= note.keys() else {}
 
 
-def _extract(
-    archive: Path, target: Path, keep: Sequence[str], most_bytes: int, most_files: int, report: Report
-) -> None:
+def _extract(archive: Path, target: Path, keep: Sequence[str], max_bytes: int, max_files: int, report: Report) -> None:
     done = files = 0
     names = _Names(archive)
     try:
         for member in _members(archive, target):
             parts = names.add(member)
             files, done = files + 1, done + member.size
-            if files > most_files or done > most_bytes:
-                most = f"{most_files} files" if files > most_files else f"{most_bytes} bytes"
-                raise BadArchive(f"{archive} holds more than {most} when unpacked, more than this dataset can have.")
+            if files > max_files or done > max_bytes:
+                limit = f"{max_files} files" if files > max_files else f"{max_bytes} bytes"
+                raise BadArchive(f"{archive} holds more than {limit} when unpacked, more than this dataset can have.")
             name = "/".join(parts)
             hidden = not parts or any(part.startswith(".") or part == "__MACOSX" for part in parts)
             if hidden or member.is_folder or (keep and not any(fnmatchcase(name, pattern) for pattern in keep)):
@@ -144,42 +142,42 @@ def _extract(
                 raise EOFError(f"{name} is shorter than it should be")
             report(done, None)
     except (OSError, *DAMAGED) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # without: gzip's and bz2's
+        if isinstance(error, OSError) and error.errno is not None:  # gzip's and bz2's own errors have no errno
             raise
         raise BadArchive(f"{archive} is damaged: {error}. It must be downloaded again.") from None
 
 
 class _Names:
-    """Refuses names that leave the folder, or that are one file on some systems and two on others."""
+    """Refuses names that leave the folder, or that are the same file on some systems only."""
 
     def __init__(self, archive: Path) -> None:
         self.archive = archive
         self.seen: dict[str, tuple[list[str], bool]] = {}
 
     def add(self, member: _Member) -> list[str]:
-        """A member's folders and name."""
-        name, wrong = member.name, ""
+        """Check a member's path and return its parts."""
+        name, problem = member.name, ""
         parts = [part for part in name.split("/") if part not in ("", ".")]
         if name.startswith(("/", "\\")) or re.match(r"[A-Za-z]:", name):
-            wrong = "is absolute"
+            problem = "is absolute"
         elif ".." in parts:
-            wrong = "leaves the folder"
+            problem = "leaves the folder"
         elif "\\" in name or not name.isprintable():
-            wrong = "holds a backslash or a control character"
+            problem = "holds a backslash or a control character"
         for end in range(1, len(parts) + 1):
             path, is_folder = parts[:end], end < len(parts) or member.is_folder
             folded = unicodedata.normalize("NFC", "/".join(path)).casefold()
             known = folded in self.seen
             before, was_folder = self.seen.setdefault(folded, (path, is_folder))
             if before != path:
-                wrong = wrong or f"differs only by case from {'/'.join(before)!r}"
+                problem = problem or f"differs only by case from {'/'.join(before)!r}"
             elif was_folder != is_folder:
-                wrong = wrong or "is a file and a folder"
+                problem = problem or "is a file and a folder"
             elif known and not is_folder:
-                wrong = wrong or "is there twice"
-        if wrong:
+                problem = problem or "is there twice"
+        if problem:
             raise BadArchive(
-                f"{self.archive}: {name[:200]!r} {wrong}. Nothing was unpacked; do not trust this archive."
+                f"{self.archive}: {name[:200]!r} {problem}. Nothing was unpacked; do not trust this archive."
             )
         return parts
 
@@ -202,7 +200,7 @@ def _members(archive: Path, target: Path) -> Iterator[_Member]:
 
 
 class _Bounded:
-    """A stream for tarfile that never hands out much in one piece: a header may claim any size."""
+    """A stream for tarfile that limits the size of a read: a header may claim any size."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self.stream, self.seek, self.tell = stream, stream.seek, stream.tell

@@ -1,4 +1,4 @@
-"""What a dataset is: images, labels and domains as arrays. It knows nothing of clients."""
+"""The `Dataset` class: images, labels and domains as arrays, without clients."""
 
 from __future__ import annotations
 
@@ -18,34 +18,33 @@ from fedprism.registry import Registry
 T = TypeVar("T")
 Loader = Callable[[DataConfig, int], "Dataset"]
 
-# A loader takes the configuration and the seed; the first line of its docstring is what `fedprism list datasets` shows.
-# What follows a colon (`folder:PATH`) or a question mark (`synthetic?clients=100`) in a dataset's name is its own
-# business.
+# A loader takes the configuration and the seed. `fedprism list datasets` shows the first line of its docstring. It
+# parses what follows a colon (`folder:PATH`) or a question mark (`synthetic?clients=100`) in its name itself.
 DATASETS: Registry[Loader] = Registry("dataset")
 
-WITH_OPTIONS = {"folder"}  # datasets whose names may end in ?key=value,...; a module that reads `options` adds its own
+WITH_OPTIONS = {"folder"}  # datasets whose names may end in ?key=value,...; a module that calls `options` adds its own
 NAME_LENGTH = 100
 
 
 def load(config: DataConfig, seed: int) -> Dataset:
-    """The dataset that the configuration names."""
+    """Load the dataset of a configuration."""
     kind, colon, rest = config.name.partition(":")
     kind = kind.partition("?")[0]
     if kind == "arrays":
         raise DataError(
             f"the images of {rest or 'this federation'!r} were arrays in a Python program and are not stored anywhere; "
-            "make the federation there again with `Federation.from_arrays` and hand it over."
+            "make the federation there again with `Federation.from_arrays` and pass it on."
         )
     loader = DATASETS[kind]
     if colon and kind != "folder":
         raise DataError(f"dataset {config.name!r}: only `folder:PATH` takes a colon; write {kind!r}.")
     if "?" in config.name and kind not in WITH_OPTIONS:
         raise DataError(f"dataset {config.name!r}: {kind} takes no options; write {kind!r}.")
-    return _only(loader(config, seed), config)
+    return _select_domains(loader(config, seed), config)
 
 
-def _only(dataset: Dataset, config: DataConfig) -> Dataset:
-    """The domains that the configuration asks for; a loader may have left out the others already."""
+def _select_domains(dataset: Dataset, config: DataConfig) -> Dataset:
+    """The configured domains of a dataset; its loader may have skipped the others already."""
     wanted = chosen_domains(config, dataset.domain_names)
     if wanted == dataset.domain_names:
         return dataset
@@ -70,7 +69,7 @@ def _only(dataset: Dataset, config: DataConfig) -> Dataset:
 
 
 def options(config: DataConfig, kind: type[T]) -> T:
-    """What follows the question mark in a dataset's name, as a checked dataclass: `name?key=value,key=value`.
+    """Parse the options in a dataset's name, `name?key=value,key=value`, as a checked dataclass.
 
     >>> from dataclasses import dataclass, replace
     >>> @dataclass(frozen=True)
@@ -92,12 +91,12 @@ def options(config: DataConfig, kind: type[T]) -> T:
 
 
 def side(config: DataConfig, own: int) -> int:
-    """Pixels a side: what the configuration says, or the dataset's own."""
+    """Pixels per side: the configured size, or the dataset's own."""
     return own if config.image_size == "auto" else config.image_size
 
 
 def chosen_domains(config: DataConfig, known: Sequence[str], default: Sequence[str] | None = None) -> tuple[str, ...]:
-    """The domains that the configuration asks for; `default` (or all that are known) where it does not."""
+    """The configured domains, or else `default` (None: all known domains)."""
     if config.domains is None:
         return tuple(known if default is None else default)
     for name in config.domains:
@@ -109,7 +108,7 @@ def chosen_domains(config: DataConfig, known: Sequence[str], default: Sequence[s
 
 
 def check_names(kind: str, names: Iterable[str]) -> None:
-    """Refuse names that cannot be a file's name everywhere; `kind` is 'client' or 'class'.
+    """Refuse names that are not valid file names on every system; `kind` is 'client' or 'class'.
 
     >>> check_names("client", ["plain", "Plain"])
     Traceback (most recent call last):
@@ -117,9 +116,9 @@ def check_names(kind: str, names: Iterable[str]) -> None:
     """
     seen: dict[str, str] = {}
     for name in names:
-        wrong = _wrong_with(name)
-        if wrong:
-            raise DataError(f"{kind} name {str(name)[:NAME_LENGTH]!r} {wrong}; rename it.")
+        problem = _name_problem(name)
+        if problem:
+            raise DataError(f"{kind} name {str(name)[:NAME_LENGTH]!r} {problem}; rename it.")
         folded = unicodedata.normalize("NFC", name).casefold()
         if folded in seen:
             how = "is given twice" if seen[folded] == name else "differ only by case"
@@ -128,7 +127,7 @@ def check_names(kind: str, names: Iterable[str]) -> None:
         seen[folded] = name
 
 
-def _wrong_with(name: object) -> str:
+def _name_problem(name: object) -> str:
     if not isinstance(name, str):
         return "is not a text"
     if not name:
@@ -148,7 +147,7 @@ def _wrong_with(name: object) -> str:
 
 
 class Level(NamedTuple):
-    """A second label of every image, above its class (a superclass) or below it (a subclass)."""
+    """A second label per image, above its class (a superclass) or below it (a subclass)."""
 
     labels: Tensor  # int64 [n], index into names
     names: tuple[str, ...]
@@ -156,22 +155,22 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Images (or texts) with their labels and the domain that each was taken from."""
+    """Images (or texts) with their labels and domains."""
 
     name: str
-    images: Tensor  # uint8 [n, channels, height, width]; or int32 [n, length]: texts as token numbers, 0 is padding
+    images: Tensor  # uint8 [n, channels, height, width]; or int32 [n, length]: texts as token ids, 0 is padding
     labels: Tensor  # int64 [n], index into class_names
     domains: Tensor  # int64 [n], index into domain_names
     domain_names: tuple[str, ...]
     class_names: tuple[str, ...]
-    is_test: Tensor | None  # bool [n]: the dataset's own test part; None: there is none
-    test_share: float  # share for the test where there is no test part and split.test is null
-    least_train: int = 2  # fewer training images than this are too few for a client (batch norm needs two)
-    sites: bool = False  # the domains are real sites: none may be left out
-    coarse: Level | None = None  # what a class belongs to
-    fine: Level | None = None  # what a class is made of
-    words: int = 0  # of texts: how many tokens there are
-    round_up: bool = False  # a test part of n images is rounded up, as scikit-learn does, not to the nearest
+    is_test: Tensor | None  # bool [n]: the dataset's own test split; None: it has none
+    test_share: float  # test share where there is no test split and split.test is null
+    min_train: int = 2  # minimum number of training images per client (batch norm needs two)
+    sites: bool = False  # the domains are real sites, so every one must become a client
+    coarse: Level | None = None  # superclass of each image
+    fine: Level | None = None  # subclass of each image
+    words: int = 0  # texts only: vocabulary size
+    round_up: bool = False  # round the size of a test split up, as scikit-learn does, instead of to the nearest
 
     def __post_init__(self) -> None:
         n, what = len(self.images), f"dataset {self.name!r}"
@@ -196,6 +195,6 @@ class Dataset:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of an image: channels, height, width; of a text: its length, and how many words there are."""
+        """Images: (channels, height, width). Texts: (length, vocabulary size)."""
         shape = tuple(self.images.shape[1:])
         return (*shape, self.words) if self.words else shape

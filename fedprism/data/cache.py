@@ -1,8 +1,8 @@
-"""Data converted once to arrays that are mapped into memory: nothing of the images is read before it is used.
+"""Convert data once to memory-mapped arrays, so that images are read only when they are used.
 
-`arrays/<name>-<key>` in the cache home holds `inputs.npy`, `columns.npz` and `facts.json`. The key follows from the
-name, the version of the conversion, its settings and the size and time of every source, so that a changed source is
-converted anew. A folder appears whole or not at all, and of two processes one converts and the other waits.
+`arrays/<name>-<key>` in the cache contains `inputs.npy`, `columns.npz` and `facts.json`. The key is a hash of the name,
+the version of the conversion, its settings and the size and time of every source file, so a changed file is converted
+again. Conversion is atomic; if two processes need the same arrays, one converts and the other waits.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ ZEROS = bytes(1 << 20)
 
 @dataclass(frozen=True)
 class Arrays:
-    """What a conversion has left."""
+    """The result of a conversion."""
 
-    inputs: Tensor  # [n, ...], mapped copy-on-write: what is written to it is this process's own
+    inputs: Tensor  # [n, ...], mapped copy-on-write: writes stay in this process
     columns: dict[str, Tensor]  # int64 or bool [n]
     facts: dict[str, Any]  # JSON
 
 
-class Store:
-    """What a conversion fills: `inputs` once, of a known size, then `columns` and `facts`."""
+class ArrayWriter:
+    """The target of a conversion: call `inputs` once, then fill `columns` and `facts`."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.columns: dict[str, NDArray[Any]] = {}
@@ -57,9 +57,9 @@ class Store:
         self._inputs: np.memmap[Any, Any] | None = None
 
     def inputs(self, shape: Sequence[int], dtype: DTypeLike = np.uint8) -> np.memmap[Any, Any]:
-        """A file of zeros [n, ...] to write to, piece by piece. Its room on the disk is taken at once."""
+        """A memory-mapped file of zeros [n, ...] to write to. Its disk space is reserved at once."""
         if self._inputs is not None or not shape or min(shape) < 1:
-            raise ValueError(f"inputs of shape {tuple(shape)}: asked for once, with 1 or more everywhere.")
+            raise ValueError(f"inputs of shape {tuple(shape)}: call it once, with sizes of 1 or more.")
         path = self._folder / INPUTS
         with _writing():
             with path.open("wb") as file:
@@ -71,11 +71,11 @@ class Store:
         return self._inputs
 
     def progress(self, total: int) -> AbstractContextManager[Callable[[], None]]:
-        """Gives a function to call after each of `total` steps of the conversion."""
+        """Yields a function to call after each of `total` steps of the conversion."""
         return progress(f"converting {self._name}", total)
 
     def close(self) -> None:
-        """Everything on the disk."""
+        """Write everything to the disk."""
         if self._inputs is None:
             raise ValueError(f"the conversion of {self._name!r} has made no inputs.")
         n = len(self._inputs)
@@ -87,12 +87,12 @@ class Store:
         with _writing():
             self._inputs.flush()
             np.savez(self._folder / COLUMNS, **columns)  # type: ignore[arg-type]
-            held = {
+            summary = {
                 "facts": self.facts,
                 "bytes": (self._folder / INPUTS).stat().st_size,
                 "columns": _digest((self._folder / COLUMNS).read_bytes()),
             }
-            (self._folder / FACTS).write_text(json.dumps(held, indent=1), encoding="utf-8")
+            (self._folder / FACTS).write_text(json.dumps(summary, indent=1), encoding="utf-8")
             for path in (self._folder / INPUTS, self._folder / COLUMNS, self._folder / FACTS, self._folder):
                 atomic.fsync(path)
 
@@ -102,18 +102,18 @@ def converted(
     version: int,
     sources: Sequence[Path],
     settings: Mapping[str, Any],
-    convert: Callable[[Store], None],
+    convert: Callable[[ArrayWriter], None],
 ) -> Arrays:
-    """The arrays that `convert` makes of `sources`; it is called only where they are not in the cache already.
+    """Return the arrays that `convert` makes of `sources`, from the cache if they are there.
 
-    `version` is that of the conversion: a larger one makes older caches useless. `settings` are what else the arrays
-    depend on, such as the images' side. Sources may be folders, of which the time counts. For example:
+    A larger `version` of the conversion invalidates older caches. `settings` are all else that the arrays depend on,
+    such as the image size. A source may be a folder: its modification time counts. For example:
 
-        def convert(store: Store) -> None:
-            images = store.inputs((n, 3, side, side))
+        def convert(writer: ArrayWriter) -> None:
+            images = writer.inputs((n, 3, side, side))
             for i, path in enumerate(paths):
                 images[i] = read_picture(path, side)
-            store.columns["labels"] = labels
+            writer.columns["labels"] = labels
 
         arrays = converted("own", 1, paths, {"side": side}, convert)
     """
@@ -128,22 +128,22 @@ def converted(
         lock = FileLock(arrays / f".{stem}.lock")
         lock.acquire()
     try:
-        return _read(target) or _made(target, arrays / f".{stem}.partial", name, convert)
+        return _read(target) or _convert(target, arrays / f".{stem}.partial", name, convert)
     finally:
         lock.release()
 
 
-def _made(target: Path, partial: Path, name: str, convert: Callable[[Store], None]) -> Arrays:
-    """Convert into `partial`, which is left behind by nobody who still lives, and rename it."""
+def _convert(target: Path, partial: Path, name: str, convert: Callable[[ArrayWriter], None]) -> Arrays:
+    """Convert into `partial` and rename it; an existing `partial` is of an interrupted process."""
     with _writing():
         _remove(partial)
         partial.mkdir()
     try:
-        store = Store(partial, name)
-        convert(store)
-        store.close()
+        writer = ArrayWriter(partial, name)
+        convert(writer)
+        writer.close()
         with _writing():
-            _remove(target)  # damaged, as it could not be read
+            _remove(target)  # damaged: it could not be read
             partial.rename(target)
             atomic.fsync(target.parent)
     finally:
@@ -155,23 +155,23 @@ def _made(target: Path, partial: Path, name: str, convert: Callable[[Store], Non
 
 
 def _read(folder: Path) -> Arrays | None:
-    """What lies in `folder`, or None where it is not there, or not as it was written."""
+    """The arrays in `folder`, or None if they are missing or damaged."""
     try:
-        held = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-        if (folder / INPUTS).stat().st_size != held["bytes"]:
+        summary = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        if (folder / INPUTS).stat().st_size != summary["bytes"]:
             return None
-        if _digest((folder / COLUMNS).read_bytes()) != held["columns"]:
+        if _digest((folder / COLUMNS).read_bytes()) != summary["columns"]:
             return None
         inputs = np.load(folder / INPUTS, mmap_mode="c", allow_pickle=False)
         with np.load(folder / COLUMNS, allow_pickle=False) as columns:
             tensors = {key: torch.from_numpy(columns[key]) for key in columns.files}
-        return Arrays(torch.from_numpy(inputs), tensors, held["facts"])
+        return Arrays(torch.from_numpy(inputs), tensors, summary["facts"])
     except (*DAMAGED, zipfile.BadZipFile, tokenize.TokenError, MemoryError):
         return None
 
 
 def _key(name: str, version: int, sources: Sequence[Path], settings: Mapping[str, Any]) -> str:
-    """Sources count by their names below the folder that they share: data may be moved."""
+    """A hash of the sources and settings. Paths are relative to the common folder, so that data may be moved."""
     paths = [os.path.abspath(path) for path in sources]
     shared = os.path.commonpath([os.path.dirname(path) for path in paths]) if paths else ""
     stamps = []
@@ -187,7 +187,7 @@ def _key(name: str, version: int, sources: Sequence[Path], settings: Mapping[str
 
 @contextmanager
 def _writing() -> Iterator[None]:
-    """Turns what goes wrong on the disk into an error that says what to do."""
+    """Turn an `OSError` into an error that says what to do."""
     try:
         yield
     except OSError as error:
@@ -199,7 +199,7 @@ def _writing() -> Iterator[None]:
 
 
 def _reserve(descriptor: int, start: int, size: int) -> None:
-    """Take room on the disk: a mapped file without it ends the process by a signal once the disk is full."""
+    """Reserve disk space: writing to a mapped file without it kills the process when the disk is full."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, start, size)
         return

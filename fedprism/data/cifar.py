@@ -6,7 +6,7 @@
     <root>/cifar100/cifar-100-python/train, test
     <root>/cifar10.npz, <root>/cifar100.npz
 
-The first that is there is taken. Pickles may hold arrays and plain values only: nothing that a file names is called.
+The first one found is used. Pickles may contain arrays and plain values only: nothing that a file names is called.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from numpy.typing import NDArray
 
 from fedprism.config import DataConfig
 from fedprism.data.base import DATASETS, Dataset, Level, side
-from fedprism.data.cache import Arrays, Store, converted
+from fedprism.data.cache import Arrays, ArrayWriter, converted
 from fedprism.data.packed import mosaic
-from fedprism.data.parts import Part, Pixels, checked, cut, damaged, fill, reading
+from fedprism.data.parts import Pixels, RawSplit, checked, cut, damaged, fill, reading
 from fedprism.data.places import root_of
 from fedprism.data.sources import looking, missing
 
 VERSION = 1
 SIDE = 32
 PIXELS = 3 * SIDE * SIDE
-TEST_SHARE = 0.25  # where train and test are merged, as FedCP does
+TEST_SHARE = 0.25  # FedCP's, where train and test are merged
 
 _10 = "airplane automobile bird cat deer dog frog horse ship truck"
 _100 = """
@@ -55,14 +55,14 @@ CLASSES_10, CLASSES_100, SUPERCLASSES = tuple(_10.split()), tuple(_100.split()),
 
 @DATASETS.register("cifar10")
 def cifar10(config: DataConfig, seed: int) -> Dataset:
-    """60,000 photographs of 10 kinds of things, 32 pixels a side; 10,000 of them are the test part."""
+    """60,000 photographs of 10 classes, 32 x 32 pixels; 10,000 of them are the test split."""
     arrays = _arrays("cifar10", root_of(config), side(config, SIDE))
     return _dataset("cifar10", arrays, "labels", CLASSES_10)
 
 
 @DATASETS.register("cifar100")
 def cifar100(config: DataConfig, seed: int) -> Dataset:
-    """60,000 photographs of 100 classes in 20 superclasses, 32 pixels a side; 10,000 of them are the test part."""
+    """60,000 photographs of 100 classes in 20 superclasses, 32 x 32 pixels; 10,000 of them are the test split."""
     arrays = _arrays("cifar100", root_of(config), side(config, SIDE))
     coarse = Level(arrays.columns["coarse"], SUPERCLASSES)
     return _dataset("cifar100", arrays, "labels", CLASSES_100, coarse=coarse)
@@ -70,7 +70,7 @@ def cifar100(config: DataConfig, seed: int) -> Dataset:
 
 @DATASETS.register("cifar100-super")
 def cifar100_super(config: DataConfig, seed: int) -> Dataset:
-    """CIFAR-100 with its 20 superclasses as labels, each of five classes."""
+    """CIFAR-100 with its 20 superclasses, of five classes each, as labels."""
     arrays = _arrays("cifar100", root_of(config), side(config, SIDE))
     fine = Level(arrays.columns["labels"], CLASSES_100)
     return _dataset("cifar100-super", arrays, "coarse", SUPERCLASSES, fine=fine)
@@ -92,11 +92,11 @@ def _dataset(name: str, arrays: Arrays, labels: str, classes: tuple[str, ...], *
     )
 
 
-# --- what lies where -------------------------------------------------------------------------------------------------
+# --- files -----------------------------------------------------------------------------------------------------------
 
 
 class Column(NamedTuple):
-    """A label, as the releases call it."""
+    """A label column, as the releases name it."""
 
     name: str
     pickled: str
@@ -104,12 +104,12 @@ class Column(NamedTuple):
 
 
 class Release(NamedTuple):
-    """A published folder, and what reads each of its files."""
+    """A published folder and the reader of its files."""
 
     folder: str
     train: tuple[str, ...]
     test: str
-    read: Callable[[Path, Sequence[Column], bool], Part]
+    read: Callable[[Path, Sequence[Column], bool], RawSplit]
 
 
 # In the order of a binary record's label bytes.
@@ -121,7 +121,7 @@ COLUMNS = {
 
 @looking()
 def _arrays(name: str, root: Path, size: int) -> Arrays:
-    """The images at the size that is asked for, converted from whichever form is there."""
+    """The images at the requested size, converted from the first release found."""
     columns, packed = COLUMNS[name], root / f"{name}.npz"
     for release in RELEASES[name]:
         files = [root / name / release.folder / file for file in (*release.train, release.test)]
@@ -133,24 +133,24 @@ def _arrays(name: str, root: Path, size: int) -> Arrays:
             raise missing(name, root)
         files, read = [packed], partial(_packed, packed, columns)
 
-    def convert(store: Store) -> None:
-        fill(store, read(), size)
+    def convert(writer: ArrayWriter) -> None:
+        fill(writer, read(), size)
 
     return converted(name, VERSION, files, {"side": size}, convert)
 
 
-def _published(release: Release, files: Sequence[Path], columns: Sequence[Column]) -> list[Part]:
-    """All files of a release. Their numbers of images are in a known ratio, so that a shortened one is noticed."""
-    parts = [release.read(path, columns, path.name == release.test) for path in files]
-    counts = [len(part.columns["labels"]) for part in parts]
+def _published(release: Release, files: Sequence[Path], columns: Sequence[Column]) -> list[RawSplit]:
+    """Read all files of a release. The known ratio of their image counts reveals a truncated file."""
+    splits = [release.read(path, columns, path.name == release.test) for path in files]
+    counts = [len(split.columns["labels"]) for split in splits]
     ratio = 1 if len(release.train) > 1 else 5
     for path, count in zip(files[:-1], counts[:-1], strict=True):
         if count != ratio * counts[-1]:
             raise damaged(path, f"it has {count} images, expected {ratio} times the {counts[-1]} of {release.test}")
-    return parts
+    return splits
 
 
-def _packed(path: Path, columns: Sequence[Column]) -> list[Part]:
+def _packed(path: Path, columns: Sequence[Column]) -> list[RawSplit]:
     also = [(column.name, column.values) for column in columns if column.name != "labels"]
     classes = next(column.values for column in columns if column.name == "labels")
     return [mosaic(path, split, classes, also) for split in ("train", "test")]
@@ -159,8 +159,8 @@ def _packed(path: Path, columns: Sequence[Column]) -> list[Part]:
 # --- the binary release ----------------------------------------------------------------------------------------------
 
 
-def _binary(path: Path, columns: Sequence[Column], is_test: bool) -> Part:
-    """Records of a byte a label, then the red, green and blue pixels."""
+def _binary(path: Path, columns: Sequence[Column], is_test: bool) -> RawSplit:
+    """Records of one byte per label, then the red, green and blue pixels."""
     record = len(columns) + PIXELS
     with reading(path):
         size = path.stat().st_size
@@ -168,14 +168,14 @@ def _binary(path: Path, columns: Sequence[Column], is_test: bool) -> Part:
             raise damaged(path, f"it has {size} bytes; expected a multiple of {record}")
         records = np.memmap(path, dtype=np.uint8, mode="r", shape=(size // record, record))
     labels = {
-        column.name: checked(path, column.pickled, records[:, place], 0, column.values - 1)
-        for place, column in enumerate(columns)
+        column.name: checked(path, column.pickled, records[:, i], 0, column.values - 1)
+        for i, column in enumerate(columns)
     }
-    return Part(labels, is_test, lambda: _planes(records[:, len(columns) :]))
+    return RawSplit(labels, is_test, lambda: _planes(records[:, len(columns) :]))
 
 
 def _planes(rows: Pixels) -> Iterator[Pixels]:
-    """[n, 3072], colour after colour, as pieces of [m, 32, 32, 3]."""
+    """Yield [n, 3072] colour planes in pieces of [m, 32, 32, 3]."""
     for piece in cut(rows):
         yield piece.reshape(-1, 3, SIDE, SIDE).transpose(0, 2, 3, 1)
 
@@ -183,11 +183,11 @@ def _planes(rows: Pixels) -> Iterator[Pixels]:
 # --- the pickled release ---------------------------------------------------------------------------------------------
 
 
-def _pickled(path: Path, columns: Sequence[Column], is_test: bool) -> Part:
+def _pickled(path: Path, columns: Sequence[Column], is_test: bool) -> RawSplit:
     """A pickled dictionary of `data` [n, 3072] and lists of labels."""
     with reading(path, pickle.UnpicklingError, AttributeError), path.open("rb") as file:
-        held = _Plain(file, encoding="bytes").load()
-        batch = {_text(key): value for key, value in held.items()} if isinstance(held, dict) else {}
+        raw = _PlainUnpickler(file, encoding="bytes").load()
+        batch = {_text(key): value for key, value in raw.items()} if isinstance(raw, dict) else {}
     data = batch.get("data")
     if not isinstance(data, _Array):
         raise damaged(path, "it holds no array `data`")
@@ -202,27 +202,27 @@ def _pickled(path: Path, columns: Sequence[Column], is_test: bool) -> Part:
             raise damaged(path, f"its {column.pickled} are no list of {len(rows)} numbers")
         with reading(path):
             labels[column.name] = checked(path, column.pickled, np.array(given, dtype=np.int64), 0, column.values - 1)
-    return Part(labels, is_test, lambda: _planes(rows))
+    return RawSplit(labels, is_test, lambda: _planes(rows))
 
 
-class _Plain(pickle._Unpickler):  # in Python: the one in C takes as much memory as a file claims to need
-    """Takes plain values and arrays; whatever else a file names is refused, and numpy's own unpickling is not used."""
+class _PlainUnpickler(pickle._Unpickler):  # in Python: the one in C allocates as much memory as a file claims
+    """Loads plain values and arrays and refuses all else; numpy's own unpickling is not used."""
 
     def find_class(self, module: str, name: str) -> Any:
         known = f"{module}.{name}".replace("numpy._core.", "numpy.core.")
         if known == "numpy.core.multiarray._reconstruct":
             return lambda *_: _Array()
         if known == "numpy.dtype":
-            return lambda code, *_: _Kind(_text(code))
+            return lambda code, *_: _DType(_text(code))
         if known == "numpy.ndarray":
-            return None  # only ever handed to _reconstruct
+            return None  # only passed to _reconstruct
         if known == "_codecs.encode":  # how Python 3 writes bytes for Python 2
             return lambda text, _: str.encode(text, "latin-1")
         raise pickle.UnpicklingError(f"it names {module}.{name}, and only arrays and plain values are read")
 
 
-class _Kind:
-    """Stands in for a dtype: its code, such as u1."""
+class _DType:
+    """Replaces a dtype: its code, such as u1."""
 
     def __init__(self, code: str) -> None:
         self.code = code
@@ -231,14 +231,14 @@ class _Kind:
 
 
 class _Array:
-    """Stands in for an array: takes its state apart by itself."""
+    """Replaces an array and reads its state itself."""
 
     def __setstate__(self, state: Any) -> None:
-        _, self._shape, self._kind, self._fortran, self._content = state
+        _, self._shape, self._dtype, self._fortran, self._content = state
 
     def values(self) -> NDArray[np.uint8]:
-        if self._kind.code.lstrip("|") != "u1":
-            raise ValueError(f"its data are of kind {self._kind.code!r}; expected u1, unsigned bytes")
+        if self._dtype.code.lstrip("|") != "u1":
+            raise ValueError(f"its data are of dtype {self._dtype.code!r}; expected u1, unsigned bytes")
         flat = np.frombuffer(self._content, dtype=np.uint8)
         return flat.reshape(self._shape, order="F" if self._fortran else "C")
 

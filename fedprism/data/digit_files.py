@@ -1,5 +1,5 @@
-"""The published files of the digits: IDX (MNIST), pictures with a label list (MNIST-M), .mat (SVHN, SynthDigits) and
-LIBSVM's text (USPS). Each reader gives a `Part`; a file that is not what it should be is refused by its name."""
+"""Readers of the published digit files: IDX (MNIST), images with a label list (MNIST-M), .mat (SVHN, SynthDigits) and
+LIBSVM's text (USPS). Each returns a `RawSplit`; the error for a damaged file names it."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from typing import IO, Any, cast
 import numpy as np
 
 from fedprism.data.matfile import variables
-from fedprism.data.parts import PIECE, Part, Pixels, checked, cut, damaged, reading
+from fedprism.data.parts import PIECE, Pixels, RawSplit, checked, cut, damaged, reading
 from fedprism.data.pictures import read_picture
 
-UBYTE = 8  # IDX's number for unsigned bytes
-MOST, LARGEST = 10_000_000, 256  # images of a file, and pixels a side: what a header may claim before memory is taken
+UBYTE = 8  # IDX's code for unsigned bytes
+MAX_IMAGES, MAX_SIDE = 10_000_000, 256  # images per file and pixels per side, checked before memory is allocated
 
 
-def _most(path: Path, count: int) -> int:
-    if count > MOST:
-        raise damaged(path, f"it says that it has {count} labels; at most {MOST:,} are read")
+def _checked_count(path: Path, count: int) -> int:
+    if count > MAX_IMAGES:
+        raise damaged(path, f"it says that it has {count} labels; at most {MAX_IMAGES:,} are read")
     return count
 
 
-def _check_side(path: Path, high: int, wide: int) -> None:
-    if not (1 <= high <= LARGEST and 1 <= wide <= LARGEST):
-        raise damaged(path, f"its images are {high} x {wide} pixels; 1 to {LARGEST} a side are read")
+def _check_side(path: Path, height: int, width: int) -> None:
+    if not (1 <= height <= MAX_SIDE and 1 <= width <= MAX_SIDE):
+        raise damaged(path, f"its images are {height} x {width} pixels; 1 to {MAX_SIDE} per side are read")
 
 
 # --- IDX -------------------------------------------------------------------------------------------------------------
 
 
-def idx(images: Path, labels: Path, is_test: bool) -> Part:
-    """Images and labels of MNIST's kind, packed with gzip or not; labels 0 to 9."""
+def idx(images: Path, labels: Path, is_test: bool) -> RawSplit:
+    """Images and labels in MNIST's format, with or without gzip; labels 0 to 9."""
     with reading(labels), _idx(labels, 1) as (file, shape):
-        digits = np.frombuffer(file.read(_most(labels, shape[0]) + 1), dtype=np.uint8)
+        digits = np.frombuffer(file.read(_checked_count(labels, shape[0]) + 1), dtype=np.uint8)
         if len(digits) != shape[0]:
             more = "more" if len(digits) > shape[0] else str(len(digits))
             raise damaged(labels, f"it holds {more} labels and says that it has {shape[0]}")
@@ -48,24 +48,24 @@ def idx(images: Path, labels: Path, is_test: bool) -> Part:
         if shape[0] != len(digits):
             raise damaged(images, f"it has {shape[0]} images, but {labels.name} has {len(digits)} labels")
         _check_side(images, *shape[1:])
-    return Part({"labels": checked(labels, "labels", digits, 0, 9)}, is_test, partial(_idx_pixels, images))
+    return RawSplit({"labels": checked(labels, "labels", digits, 0, 9)}, is_test, partial(_idx_pixels, images))
 
 
 def _idx_pixels(path: Path) -> Iterator[Pixels]:
-    with reading(path), _idx(path, 3) as (file, (count, high, wide)):
+    with reading(path), _idx(path, 3) as (file, (count, height, width)):
         for start in range(0, count, PIECE):
             n = min(PIECE, count - start)
-            content = file.read(n * high * wide)
-            if len(content) < n * high * wide:
+            content = file.read(n * height * width)
+            if len(content) < n * height * width:
                 raise damaged(path, f"it ends before its {count} images do")
-            yield np.frombuffer(content, dtype=np.uint8).reshape(n, high, wide)
+            yield np.frombuffer(content, dtype=np.uint8).reshape(n, height, width)
         if file.read(1):
             raise damaged(path, f"it goes on after its {count} images")
 
 
 @contextmanager
 def _idx(path: Path, dimensions: int) -> Iterator[tuple[IO[bytes], tuple[int, ...]]]:
-    """An IDX file of unsigned bytes, opened behind its header, and the shape that the header gives."""
+    """An IDX file of unsigned bytes, open after its header, and the shape in the header."""
     with cast(IO[bytes], gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")) as file:
         head = file.read(4 + 4 * dimensions)
         if head[:4] != bytes([0, 0, UBYTE, dimensions]) or len(head) < 4 + 4 * dimensions:
@@ -76,8 +76,8 @@ def _idx(path: Path, dimensions: int) -> Iterator[tuple[IO[bytes], tuple[int, ..
 # --- .mat ------------------------------------------------------------------------------------------------------------
 
 
-def mat(path: Path, low: int, high: int, is_test: bool) -> Part:
-    """`X` [height, width, 3, n] and `y` [n, 1] of SVHN's kind; labels `low` to `high`, of which 10 is the digit 0."""
+def mat(path: Path, low: int, high: int, is_test: bool) -> RawSplit:
+    """`X` [height, width, 3, n] and `y` [n, 1] in SVHN's format; labels `low` to `high`, where 10 is the digit 0."""
     shapes, labels = {}, np.empty(0)
     with reading(path):
         for variable in variables(path):
@@ -85,7 +85,7 @@ def mat(path: Path, low: int, high: int, is_test: bool) -> Part:
                 raise damaged(path, f"it holds {variable.name!r} twice")
             shapes[variable.name] = variable.shape
             if variable.name == "y":
-                labels = variable.values(_most(path, math.prod(variable.shape)))
+                labels = variable.values(_checked_count(path, math.prod(variable.shape)))
                 variable.end()
             if variable.name == "X" and variable.dtype != np.uint8:
                 raise damaged(path, f"its X holds {variable.dtype}; expected uint8")
@@ -93,19 +93,20 @@ def mat(path: Path, low: int, high: int, is_test: bool) -> Part:
     if len(x) != 4 or x[2] != 3 or min(x) < 1 or sorted(y) != sorted((1, x[3])):
         raise damaged(path, f"it holds {shapes or 'no numbers'}; expected X [height, width, 3, n] and y [n, 1]")
     _check_side(path, *x[:2])
-    return Part({"labels": checked(path, "labels", labels, low, high) % 10}, is_test, partial(_mat_pixels, path))
+    return RawSplit({"labels": checked(path, "labels", labels, low, high) % 10}, is_test, partial(_mat_pixels, path))
 
 
 def _mat_pixels(path: Path) -> Iterator[Pixels]:
-    """Column-major, with the number of the image last: image after image, colour after colour, column after column."""
+    """Column-major values with the image index last: image by image, colour by colour, column by column."""
     with reading(path):
         for variable in variables(path):
             if variable.name == "X":
-                high, wide, colours, count = variable.shape
+                height, width, colours, count = variable.shape
                 for start in range(0, count, PIECE):
                     n = min(PIECE, count - start)
-                    values = variable.values(n * colours * wide * high).astype(np.uint8, casting="safe", copy=False)
-                    yield values.reshape(n, colours, wide, high).transpose(0, 3, 2, 1)
+                    size = n * colours * width * height
+                    values = variable.values(size).astype(np.uint8, casting="safe", copy=False)
+                    yield values.reshape(n, colours, width, height).transpose(0, 3, 2, 1)
                 variable.end()
 
 
@@ -114,8 +115,8 @@ def _mat_pixels(path: Path) -> Iterator[Pixels]:
 USPS_SIDE = 16
 
 
-def libsvm(path: Path, is_test: bool) -> Part:
-    """USPS: a line an image, `label 1:value 2:value ...`; labels 1 to 10 are the digits 0 to 9, values -1 to 1."""
+def libsvm(path: Path, is_test: bool) -> RawSplit:
+    """USPS: one image per line, `label 1:value 2:value ...`; labels 1 to 10 are the digits 0 to 9, values -1 to 1."""
     from sklearn.datasets import load_svmlight_file
 
     with reading(path), (bz2.open if path.suffix == ".bz2" else open)(path, "rb") as file:
@@ -125,14 +126,14 @@ def libsvm(path: Path, is_test: bool) -> Part:
         raise damaged(path, f"its values lie between {values.min():g} and {values.max():g}; expected -1 to 1")
     digits = checked(path, "labels", labels, 1, 10) - 1
     pixels = ((values + 1) * 127.5).round().astype(np.uint8).reshape(-1, USPS_SIDE, USPS_SIDE)
-    return Part({"labels": digits}, is_test, lambda: cut(pixels))
+    return RawSplit({"labels": digits}, is_test, lambda: cut(pixels))
 
 
-# --- pictures with a list of labels ----------------------------------------------------------------------------------
+# --- images with a list of labels ------------------------------------------------------------------------------------
 
 
-def listed(labels: Path, folder: Path, side: int, is_test: bool) -> Part:
-    """MNIST-M: `labels` has lines such as `00000001.png 7`, whose pictures lie in `folder`; read at the side given."""
+def listed(labels: Path, folder: Path, side: int, is_test: bool) -> RawSplit:
+    """MNIST-M: `labels` has lines such as `00000001.png 7`; the images are in `folder` and resized to `side`."""
     names, digits = [], []
     with reading(labels):
         for number, line in enumerate(labels.read_text(encoding="utf-8").splitlines(), start=1):
@@ -142,7 +143,7 @@ def listed(labels: Path, folder: Path, side: int, is_test: bool) -> Part:
             names.append(words[0])
             digits.append(int(words[1]))
     values = checked(labels, "labels", np.array(digits, dtype=np.int64), 0, 9)
-    return Part({"labels": values}, is_test, partial(_pictures, folder, names, side))
+    return RawSplit({"labels": values}, is_test, partial(_pictures, folder, names, side))
 
 
 def _pictures(folder: Path, names: list[str], side: int) -> Iterator[Pixels]:

@@ -1,8 +1,8 @@
-"""`digits-skew`: real handwritten digits in five styles, made from what scikit-learn ships, so nothing is downloaded.
+"""`digits-skew`: real handwritten digits in five styles, made from scikit-learn's own dataset, without a download.
 
-Every image belongs to exactly one domain. All styles are bright on dark, so that clients have something to teach each
-other; they differ in what batch norm sees (contrast, background, colour, sharpness), so that one model for all is a
-compromise. Each digit stands at a place and size of its own, so that a hundred are too few to learn from alone.
+Each image belongs to exactly one domain. All styles are bright on dark, so that clients can learn from each other. They
+differ in what batch norm sees (contrast, background, colour, sharpness), so that one model for all is a compromise. The
+position and size of each digit vary, so that a hundred images are too few to learn from alone.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from fedprism.config import DataConfig
 from fedprism.data.base import DATASETS, Dataset, side
 from fedprism.errors import DataError
 
-SIDE, SMALLEST, LARGEST = 16, 8, 512  # pixels a side
-TEST_SHARE = 0.6  # few images to train on, as at a small site, and enough to test on
-LEAST_TRAIN = 20
+SIDE, SMALLEST, LARGEST = 16, 8, 512  # pixels per side
+TEST_SHARE = 0.6  # few training images, as at a small site, and enough test images
+MIN_TRAIN = 20
 
 Rng = torch.Generator
 
 
 @DATASETS.register("digits-skew")
 def digits_skew(config: DataConfig, seed: int) -> Dataset:
-    """1,797 handwritten digits in five styles: plain, tinted, textured, blurred, rotated; built in, no download."""
+    """1,797 handwritten digits in five styles: plain, tinted, textured, blurred, rotated; no download."""
     size = side(config, SIDE)
     if not SMALLEST <= size <= LARGEST:
         raise DataError(f"digits-skew: data.image_size is {size}; expected {SMALLEST} to {LARGEST}, such as 16 or 32.")
-    from sklearn.datasets import load_digits  # slow to import, and needed only here
+    from sklearn.datasets import load_digits  # slow to import
 
     raw = load_digits()
     labels = raw.target.astype(np.int64)
-    domains = _over_domains(labels, len(STYLES), seed)
+    domains = _assign_domains(labels, len(STYLES), seed)
     digits = torch.from_numpy(raw.images.astype(np.float32) / 16).unsqueeze(1)  # [n, 1, 8, 8], 0 to 1
     images = torch.empty(len(labels), 3, size, size, dtype=torch.uint8)
-    with keys.one_thread():  # a pixel could follow the last bits of a convolution
+    with keys.one_thread():  # the last bits of a convolution could change a pixel
         for number, (name, style) in enumerate(STYLES.items()):
             chosen = torch.from_numpy(np.flatnonzero(domains == number))
             styled = style(digits[chosen], size, keys.generator(seed, "digits-skew", "style", name))
@@ -53,17 +53,17 @@ def digits_skew(config: DataConfig, seed: int) -> Dataset:
         class_names=tuple(str(digit) for digit in raw.target_names),
         is_test=None,
         test_share=TEST_SHARE,
-        least_train=LEAST_TRAIN,
+        min_train=MIN_TRAIN,
     )
 
 
-def _over_domains(labels: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """A domain for each image, as even as can be in every class and over all."""
+def _assign_domains(labels: np.ndarray, count: int, seed: int) -> np.ndarray:
+    """A domain for each image, balanced within each class and overall."""
     rng = keys.numpy_generator(seed, "digits-skew", "domains")
     shuffled = rng.permutation(len(labels))
     by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
     domains = np.empty(len(labels), dtype=np.int64)
-    domains[by_class] = np.arange(len(labels)) % count  # dealt like cards, class after class
+    domains[by_class] = np.arange(len(labels)) % count  # in turn, class after class
     return domains
 
 
@@ -84,7 +84,7 @@ def tinted(digits: Tensor, size: int, rng: Rng) -> Tensor:
 
 
 def textured(digits: Tensor, size: int, rng: Rng) -> Tensor:
-    """On a woven ground: two crossing waves of each image's own direction, pitch and phase."""
+    """On a woven ground: two crossing waves with a random direction, pitch and phase per image."""
     n = len(digits)
     y, x = torch.meshgrid(torch.arange(size) / size, torch.arange(size) / size, indexing="ij")
     angle, phase = _uniform(rng, n, 0, np.pi), _uniform(rng, n, 0, 2 * np.pi, 2)
@@ -103,7 +103,7 @@ def blurred(digits: Tensor, size: int, rng: Rng) -> Tensor:
 
 
 def rotated(digits: Tensor, size: int, rng: Rng) -> Tensor:
-    """Turned by each image's own angle, in an orange pen on dark blue."""
+    """Rotated by a random angle per image, in orange on dark blue."""
     ink = _written(digits, size, rng, turn=30)
     pen = torch.tensor([1.0, 0.42, 0.18]).view(1, 3, 1, 1) + _uniform(rng, len(digits), -0.1, 0.1, 3)
     ground = torch.tensor([0.0, 0.02, 0.1]).view(1, 3, 1, 1)
@@ -120,7 +120,7 @@ STYLES: dict[str, Callable[[Tensor, int, Rng], Tensor]] = {
 
 
 def _written(digits: Tensor, size: int, rng: Rng, turn: float = 0) -> Tensor:
-    """[n, 1, 8, 8] -> [n, 1, size, size]: each digit at a size and place of its own, turned by up to `turn` degrees."""
+    """[n, 1, 8, 8] -> [n, 1, size, size]: random size and position per digit, rotated by up to `turn` degrees."""
     n = len(digits)
     angle = _uniform(rng, n, -turn, turn).flatten() * (np.pi / 180)
     shrink = _uniform(rng, n, 1.0, 1.2).flatten()
@@ -134,7 +134,7 @@ def _written(digits: Tensor, size: int, rng: Rng, turn: float = 0) -> Tensor:
 
 
 def _uniform(rng: Rng, n: int, low: float, high: float, channels: int = 1) -> Tensor:
-    """[n, channels, 1, 1]: a number an image and channel."""
+    """[n, channels, 1, 1]: one number per image and channel."""
     return low + (high - low) * torch.rand(n, channels, 1, 1, generator=rng)
 
 

@@ -1,7 +1,7 @@
-"""Fetch one file, so that it is never half there.
+"""Download one file atomically.
 
-A download goes to `NAME.part` beside its place and gets its name only after its checksum was found right. A broken one
-is resumed: `NAME.part.json` keeps what the server said of the file, so that two versions are never mixed.
+A download goes to `NAME.part` and is renamed after its checksum was verified. An interrupted download is resumed:
+`NAME.part.json` stores the server's headers, so that two versions of a file are never mixed.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from fedprism import atomic
 from fedprism.errors import DataError
 
-Report = Callable[[int, int | None], None]  # called with the bytes so far and the bytes in all (None: nobody knows)
+Report = Callable[[int, int | None], None]  # called with the bytes so far and the total (None: unknown)
 
 BLOCK = 1 << 18
 TIMEOUT = 30.0  # seconds without a byte before a connection counts as broken
-TRIES = 5  # attempts in a row that bring nothing
-QUICK_TRIES = 2  # the same, where no connection could be made at all
-LONGEST_WAIT = 60.0  # seconds between two attempts
-MOST_BYTES = 2 << 30  # a download without a known size, and an unpacked archive, may be this large
+TRIES = 5  # consecutive attempts without a new byte
+QUICK_TRIES = 2  # the same if no connection was ever made
+MAX_WAIT = 60.0  # seconds between two attempts
+MAX_BYTES = 2 << 30  # of a download of unknown size, or of an unpacked archive
 CHECKSUM = re.compile(r"md5:[0-9a-f]{32}|sha256:[0-9a-f]{64}")
 AGENT = "fedprism (dataset download)"
 
 
 def silent(done: int, total: int | None) -> None:
-    """A report that nobody sees."""
+    """A report that shows nothing."""
 
 
 @contextmanager
 def byte_bar(label: str, console: Console) -> Iterator[Report]:
-    """A bar with bytes, speed and time left: on a terminal only, and gone when done."""
+    """A progress bar with bytes, speed and time left; shown on a terminal only, and removed when done."""
     if not console.is_terminal:
         yield silent
         return
@@ -58,7 +58,7 @@ def byte_bar(label: str, console: Console) -> Iterator[Report]:
 
         def report(done: int, total: int | None) -> None:
             nonlocal last
-            if last < 0 or done < last:  # what was there before does not count for the speed
+            if last < 0 or done < last:  # bytes of an earlier download do not count for the speed
                 bar.reset(task, completed=done, total=total)
             else:
                 bar.update(task, completed=done, total=total)
@@ -69,18 +69,18 @@ def byte_bar(label: str, console: Console) -> Iterator[Report]:
 
 def digest(path: Path, kind: str = "sha256", report: Report = silent) -> str:
     """A file's checksum, written as `md5:...` or `sha256:...`."""
-    total, done, made = path.stat().st_size, 0, hashlib.new(kind, usedforsecurity=False)
+    total, done, checksum = path.stat().st_size, 0, hashlib.new(kind, usedforsecurity=False)
     with path.open("rb") as file:
         while block := file.read(BLOCK):
-            made.update(block)
+            checksum.update(block)
             done += len(block)
             report(done, total)
-    return f"{kind}:{made.hexdigest()}"
+    return f"{kind}:{checksum.hexdigest()}"
 
 
 @contextmanager
 def writing(what: str) -> Iterator[None]:
-    """Turn a full disk, an unwritable folder or any other refusal of the system into a clear error."""
+    """Turn an `OSError`, such as a full disk or an unwritable folder, into a clear error."""
     try:
         yield
     except OSError as error:
@@ -95,7 +95,7 @@ def writing(what: str) -> Iterator[None]:
 
 
 class _Broken(Exception):
-    """An attempt that may work when tried again."""
+    """An attempt failed, but a retry may succeed."""
 
     def __init__(self, why: str, wait: float = 0.0, connected: bool = True) -> None:
         super().__init__(why)
@@ -103,11 +103,11 @@ class _Broken(Exception):
 
 
 class _Refused(Exception):
-    """This address cannot give the file."""
+    """The file cannot be downloaded from this address."""
 
 
 class NotFetched(DataError):
-    """No address gives the file."""
+    """The file cannot be downloaded from any address."""
 
 
 def fetch(
@@ -117,16 +117,16 @@ def fetch(
     checksum: str | None = None,
     origin: str = "published",
     size: int | None = None,
-    most: int = MOST_BYTES,
+    max_bytes: int = MAX_BYTES,
     report: Report = silent,
     tries: int = TRIES,
     pause: float = 1.0,
 ) -> str:
-    """Download `path` from the first address that gives it and return that address; `origin` says whose `checksum`.
-    Where no `size` is known, `most` bytes are too many.
+    """Download `path` from the first address that works and return that address.
 
-    What has arrived when a connection breaks is kept and resumed, also by a later call. An existing file at `path` is
-    replaced only by one with the right checksum.
+    `origin` names the source of `checksum` in errors. Without a known `size`, more than `max_bytes` are refused. If a
+    connection breaks, this or a later call resumes the download. An existing file at `path` is replaced only after the
+    checksum of the new one was verified.
 
     >>> fetch(["file:///etc/hosts"], Path("hosts"))
     Traceback (most recent call last):
@@ -136,12 +136,12 @@ def fetch(
         _check_address(address)
     if checksum is not None and not CHECKSUM.fullmatch(checksum):
         raise DataError(f"checksum {checksum!r} is not md5: with 32 or sha256: with 64 lower-case hexadecimal digits.")
-    part, problems = _Part(path), []
+    part, problems = _PartialFile(path), []
     with writing(f"{path} could not be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         for address in addresses:
             try:
-                _from(address, part, checksum is not None, size, most, report, tries, pause)
+                _download(address, part, checksum is not None, size, max_bytes, report, tries, pause)
                 _verify(part, checksum, origin, size, report)
             except _Refused as error:
                 problems.append(f"  {address}: {error}")
@@ -165,8 +165,8 @@ def _check_address(address: str) -> None:
         raise DataError(f"{address!r} is not an http or https address.")
 
 
-class _Part:
-    """What has arrived of a file, and what the server said of it."""
+class _PartialFile:
+    """The downloaded part of a file and the server's headers for it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -176,16 +176,16 @@ class _Part:
     def length(self) -> int:
         return self.file.stat().st_size if self.file.is_file() else 0
 
-    def said(self) -> dict[str, Any]:
-        """The address, ETag, date and size that the part began with; empty where that is unknown."""
+    def metadata(self) -> dict[str, Any]:
+        """The address, ETag, date and size at the start of the download; empty if unknown."""
         try:
-            held = json.loads(self.note.read_text(encoding="utf-8"))
+            metadata = json.loads(self.note.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        return held if isinstance(held, dict) else {}
+        return metadata if isinstance(metadata, dict) else {}
 
     def begin(self, address: str, headers: http.client.HTTPMessage, total: int | None) -> None:
-        """Forget what was there, and note what the new part belongs to; in this order, so that they never disagree."""
+        """Empty the file, then store the metadata; in this order, so that they never disagree."""
         self.file.write_bytes(b"")
         tag, date = headers.get("ETag"), headers.get("Last-Modified")
         atomic.write_json(self.note, {"address": address, "etag": tag, "modified": date, "total": total})
@@ -195,7 +195,7 @@ class _Part:
         self.note.unlink(missing_ok=True)
 
     def publish(self) -> None:
-        """Give the file its name."""
+        """Rename the file to its final name."""
         with self.file.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(self.file, self.path)
@@ -203,53 +203,60 @@ class _Part:
         atomic.fsync(self.path.parent)
 
 
-def _from(
-    address: str, part: _Part, checked: bool, size: int | None, most: int, report: Report, tries: int, pause: float
+def _download(
+    address: str,
+    part: _PartialFile,
+    checked: bool,
+    size: int | None,
+    max_bytes: int,
+    report: Report,
+    tries: int,
+    pause: float,
 ) -> None:
-    """Attempt until all is there, the address refuses, or `tries` attempts in a row brought nothing new."""
+    """Try until the file is complete, the address refuses, or `tries` attempts in a row bring nothing new."""
     fruitless, begun = 0, part.length()
     reached = begun
     while True:
         try:
-            return _attempt(address, part, checked, size, most, report)
+            return _attempt(address, part, checked, size, max_bytes, report)
         except _Broken as error:
             fruitless = 0 if part.length() > reached else fruitless + 1
             reached = max(reached, part.length())
             offline = not error.connected and reached == begun
             if fruitless >= (min(tries, QUICK_TRIES) if offline else tries):
                 raise _Refused(f"{error} ({fruitless} attempts)") from None
-            time.sleep(min(LONGEST_WAIT, max(error.wait, pause * 2 ** max(0, fruitless - 1))))
+            time.sleep(min(MAX_WAIT, max(error.wait, pause * 2 ** max(0, fruitless - 1))))
 
 
-def _attempt(address: str, part: _Part, checked: bool, size: int | None, most: int, report: Report) -> None:
-    """One request: all that is missing arrives, or `_Broken` or `_Refused` says why not."""
-    said = part.said()
-    tag, date = said.get("etag"), said.get("modified")
-    strong = tag if tag and not tag.startswith("W/") else date  # a weak tag must not stand in If-Range
-    start = part.length() if said.get("address") == address and (strong or checked) else 0
-    if start and start == said.get("total"):
+def _attempt(address: str, part: _PartialFile, checked: bool, size: int | None, max_bytes: int, report: Report) -> None:
+    """Make one request for all missing bytes; raise `_Broken` or `_Refused` if they do not arrive."""
+    before = part.metadata()
+    tag, date = before.get("etag"), before.get("modified")
+    strong = tag if tag and not tag.startswith("W/") else date  # If-Range does not allow a weak tag
+    start = part.length() if before.get("address") == address and (strong or checked) else 0
+    if start and start == before.get("total"):
         return
-    asked = {"User-Agent": AGENT}
+    headers = {"User-Agent": AGENT}
     if start:
-        asked["Range"] = f"bytes={start}-"
+        headers["Range"] = f"bytes={start}-"
         if strong:
-            asked["If-Range"] = strong
-    with _opened(address, asked, part, start) as response:
+            headers["If-Range"] = strong
+    with _opened(address, headers, part, start) as response:
         if response is None:
             return
         total = _number(response.headers.get("Content-Length"))
         if response.status == 206 and start:
             first, total = _range(response.headers.get("Content-Range", ""))
             now = {"etag": response.headers.get("ETag"), "modified": response.headers.get("Last-Modified")}
-            moved = any(value and said.get(key) not in (None, value) for key, value in now.items())
+            changed = any(value and before.get(key) not in (None, value) for key, value in now.items())
             unsure = not checked and strong not in now.values()
-            if first != start or moved or unsure or said.get("total") not in (None, total):
+            if first != start or changed or unsure or before.get("total") not in (None, total):
                 part.drop()
                 raise _Broken("the server answered with a part of another file")
         elif response.status != 200:
             raise _Refused(f"the server answered {response.status} {response.reason}")
         coding = response.headers.get("Content-Encoding", "identity")
-        if coding != "identity" and not checked:  # with a checksum, what arrives is either the file or not
+        if coding != "identity" and not checked:  # otherwise the checksum decides
             raise _Refused(f"the server sends the file packed once more ({coding})")
         if response.headers.get_content_type() == "text/html" and part.path.suffix not in (".html", ".htm"):
             raise _Refused("the server answered with a web page instead of the file; open the address in a browser")
@@ -259,17 +266,17 @@ def _attempt(address: str, part: _Part, checked: bool, size: int | None, most: i
         if response.status == 200:
             start = 0
             part.begin(address, response.headers, total)
-        _room(part.path.parent, (total or size or 0) - start, part.path.name)
-        got = _receive(response, part, start, total, size or most, report)
+        _check_space(part.path.parent, (total or size or 0) - start, part.path.name)
+        got = _receive(response, part, start, total, size or max_bytes, report)
     if total is not None and got < total:
         raise _Broken(f"the connection was cut off after {got} of {total} bytes")
 
 
 @contextmanager
 def _opened(
-    address: str, headers: dict[str, str], part: _Part, start: int
+    address: str, headers: dict[str, str], part: _PartialFile, start: int
 ) -> Iterator[http.client.HTTPResponse | None]:
-    """The server's answer, or None where it says that there is nothing left to send."""
+    """The server's response, or None if the server has nothing left to send."""
     try:
         opener = urllib.request.build_opener(_Redirects)
         response = opener.open(urllib.request.Request(address, headers=headers), timeout=TIMEOUT)
@@ -308,9 +315,14 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 def _receive(
-    response: http.client.HTTPResponse, part: _Part, start: int, total: int | None, most: int, report: Report
+    response: http.client.HTTPResponse,
+    part: _PartialFile,
+    start: int,
+    total: int | None,
+    max_bytes: int,
+    report: Report,
 ) -> int:
-    """Append what arrives to the part and return its length."""
+    """Append the response to the partial file and return its length."""
     got = start
     with part.file.open("ab") as file:
         report(got, total)
@@ -322,26 +334,26 @@ def _receive(
             if not block:
                 return got
             got += len(block)
-            if got > most:
+            if got > max_bytes:
                 part.drop()
-                raise _Refused(f"more than the expected {most} bytes arrived")
+                raise _Refused(f"more than the expected {max_bytes} bytes arrived")
             file.write(block)
             report(got, total)
 
 
-def _verify(part: _Part, checksum: str | None, origin: str, size: int | None, report: Report) -> None:
-    """Refuse a wrong file, and remove it, so that the next try starts anew."""
+def _verify(part: _PartialFile, checksum: str | None, origin: str, size: int | None, report: Report) -> None:
+    """Refuse and remove a wrong file, so that the next attempt starts from the beginning."""
     if size is not None and part.length() != size:
-        wrong = f"{part.length()} bytes arrived; expected {size}"
+        problem = f"{part.length()} bytes arrived; expected {size}"
     elif checksum is not None and (got := digest(part.file, checksum.partition(":")[0], report)) != checksum:
-        wrong = f"the file has the checksum {got}; expected {checksum} ({origin})"
+        problem = f"the file has the checksum {got}; expected {checksum} ({origin})"
     else:
         return
     part.drop()
-    raise _Refused(f"{wrong}. It was removed")
+    raise _Refused(f"{problem}. It was removed")
 
 
-def _room(folder: Path, need: int, name: str) -> None:
+def _check_space(folder: Path, need: int, name: str) -> None:
     free = shutil.disk_usage(folder).free
     if need > free:
         raise DataError(
@@ -355,16 +367,16 @@ def _number(text: str | None) -> int | None:
 
 
 def _range(text: str) -> tuple[int | None, int | None]:
-    """First byte and size in all of `bytes 5-9/10` or `bytes */10`."""
+    """First byte and total size in `bytes 5-9/10` or `bytes */10`."""
     found = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(?:(\d+)|\*)", text.strip())
     return (_number(found[1]), _number(found[2])) if found else (None, None)
 
 
-# --- what was downloaded ----------------------------------------------------------------------------------------------
+# --- downloaded files -------------------------------------------------------------------------------------------------
 
 
 class Checksums:
-    """`<root>/checksums.json`: the checksum of each file as it was first seen, and whether a published one agreed."""
+    """`<root>/checksums.json`: the first checksum of each file, and whether it matched a published one."""
 
     NAME = "checksums.json"
 
@@ -373,29 +385,29 @@ class Checksums:
         self.files: dict[str, dict[str, Any]] = {}
         if self.path.exists():
             try:
-                held = json.loads(self.path.read_text(encoding="utf-8"))
-                self.files = {str(key): dict(value) for key, value in held["files"].items()}
+                raw = json.loads(self.path.read_text(encoding="utf-8"))
+                self.files = {str(key): dict(value) for key, value in raw["files"].items()}
                 fine = all(CHECKSUM.fullmatch(value["checksum"]) for value in self.files.values())
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 fine = False
             if not fine:
                 raise DataError(
                     f"{self.path} cannot be read as the list of downloaded files. Move it away; the checksums are "
-                    "then taken anew from the files that are there."
+                    "then computed again from the existing files."
                 )
 
     def of(self, key: str) -> str | None:
-        """The checksum on record for a file, by its path under the root."""
+        """The recorded checksum of a file, by its path under the root."""
         return str(self.files[key]["checksum"]) if key in self.files else None
 
     def record(self, key: str, checksum: str, size: int, address: str, verified: bool) -> None:
-        """Note a file; `verified`: its checksum was published."""
+        """Record a file; `verified`: its checksum was published."""
         status = "verified" if verified else "unverified"
         self.files[key] = {"checksum": checksum, "size": size, "address": address, "status": status}
         self._write()
 
     def forget(self, key: str) -> None:
-        """Drop a file from the record, as it turned out to be useless."""
+        """Remove a file that turned out to be unusable from the record."""
         del self.files[key]
         self._write()
 

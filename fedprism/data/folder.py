@@ -1,12 +1,12 @@
-"""`folder:PATH`: a user's own images, a folder a client.
+"""`folder:PATH`: a user's own images, one folder per client.
 
-    PATH/<client>/<class>/*.png                  test images are a share of each client's
-    PATH/<client>/{train,test}/<class>/*.png     the test part is given
+    PATH/<client>/<class>/*.png                  a share of each client's images is the test split
+    PATH/<client>/{train,test}/<class>/*.png     the test split is given
 
-Options follow the path: `folder:PATH?unreadable=skip,background=white`. A relative PATH starts at `data.root` where
-that is set, else at the current folder. The classes are the union over clients. Hidden files and folders are ignored.
-How an image becomes RGB pixels is said in `pictures.py`. PATH/<client>/model.yaml may name the client's own model;
-`model.per_client: folder` asks for it.
+Options follow the path: `folder:PATH?unreadable=skip,background=white`. A relative PATH starts at `data.root` if set,
+else at the working directory. The classes are the union over clients. Hidden files and folders are ignored.
+`pictures.py` describes how an image becomes RGB pixels. With `model.per_client: folder`, PATH/<client>/model.yaml names
+the client's model.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from fedprism.data.progress import progress
 from fedprism.errors import ConfigError, DataError, some
 
 TEST_SHARE = 0.2
-SIDE = 16  # pixels, unless data.image_size says otherwise
-WORKERS = min(8, os.cpu_count() or 1)  # each may hold a large image
+SIDE = 16  # default pixels per side
+WORKERS = min(8, os.cpu_count() or 1)  # each may have a large image in memory
 LAYOUT = "expected PATH/<client>/<class>/ with images, or PATH/<client>/train/<class>/ and PATH/<client>/test/<class>/"
 CLUTTER = ("thumbs.db", "desktop.ini")
 MODEL = "model.yaml"  # a client's own model, in its folder
 
 
 class Item(NamedTuple):
-    """One image file and what its folders say of it."""
+    """One image file with the client, class and split of its folders."""
 
     client: str
     label: str
@@ -51,10 +51,10 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """What may follow the path."""
+    """The options after the path."""
 
-    unreadable: Literal["refuse", "skip"] = setting("refuse", "what to do about images that cannot be read")
-    background: Literal["black", "white"] = setting("black", "what shows through transparent images")
+    unreadable: Literal["refuse", "skip"] = setting("refuse", "what to do with images that cannot be read")
+    background: Literal["black", "white"] = setting("black", "background of transparent images")
 
 
 @DATASETS.register("folder")
@@ -62,7 +62,7 @@ def folder(config: DataConfig, seed: int) -> Dataset:
     """`folder:PATH`: your own images, PATH/<client>/<class>/*.png or PATH/<client>/{train,test}/<class>/*.jpg."""
     root, options = parse(config.name, config.root)
     try:
-        items, labels = _listed(root)
+        items, labels = _list(root)
     except OSError as error:
         raise DataError(f"{error.filename or root} cannot be listed: {error.strerror or error}.") from None
     _check_content(root, items, labels)
@@ -76,7 +76,7 @@ def folder(config: DataConfig, seed: int) -> Dataset:
 
 
 def parse(name: str, base: str | None = None) -> tuple[Path, Options]:
-    """`folder:PATH?option=value,...` as a path and options."""
+    """Parse `folder:PATH?option=value,...` into a path and options."""
     text = name.partition(":")[2]
     path, mark, tail = text.rpartition("?")
     if not mark or "=" not in tail:
@@ -87,22 +87,22 @@ def parse(name: str, base: str | None = None) -> tuple[Path, Options]:
     try:
         root = Path(base or "").expanduser() / Path(path).expanduser()
     except RuntimeError:
-        raise ConfigError(f"{path!r}, below {base!r}: nobody on this machine has that home; write the path.") from None
+        raise ConfigError(f"{path!r}, below {base!r}: no user on this machine has that home; write the path.") from None
     return root, structure(pairs, Options, f"the options of {name!r}")
 
 
 def own_models(config: DataConfig) -> dict[Path, Any]:
-    """What each client's model.yaml holds, by its path: a model's name, or a mapping with one. No image is read."""
+    """The content of each client's model.yaml by path: a model's name, or a mapping with one. Reads no image."""
     root, _ = parse(config.name, config.root)
     try:
         files = [client / MODEL for client in _clients(root)]
     except OSError as error:
         raise DataError(f"{error.filename or root} cannot be listed: {error.strerror or error}.") from None
-    missing = [file.parent.name for file in files if not file.is_file()]
-    if missing:
+    without = [file.parent.name for file in files if not file.is_file()]
+    if without:
         raise DataError(
             f"{root}: model.per_client is folder, so every client names its own model, but there is no {MODEL} in "
-            f"{', '.join(missing)}. Write one into each: a model's name, such as `resnet18`, or a mapping, such as "
+            f"{', '.join(without)}. Write one into each: a model's name, such as `resnet18`, or a mapping, such as "
             "`{name: resnet18, width: 16}`."
         )
     return {file: _model(file) for file in files}
@@ -110,22 +110,22 @@ def own_models(config: DataConfig) -> dict[Path, Any]:
 
 def _model(file: Path) -> Any:
     try:
-        held = yaml.safe_load(file.read_text(encoding="utf-8"))
+        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise DataError(f"{file} cannot be read as YAML: {error}") from None
-    if not isinstance(held.get("name") if isinstance(held, dict) else held, str):
-        found = "is empty" if held is None else f"holds {held!r}"
+    if not isinstance(raw.get("name") if isinstance(raw, dict) else raw, str):
+        found = "is empty" if raw is None else f"holds {raw!r}"
         raise DataError(
             f"{file} {found}; expected a model's name, such as `resnet18`, or a mapping with a `name` and its "
             "settings, such as `{name: resnet18, width: 16}`."
         )
-    return held
+    return raw
 
 
-# --- what lies there -------------------------------------------------------------------------------------------------
+# --- files -----------------------------------------------------------------------------------------------------------
 
 
-def _listed(root: Path) -> tuple[list[Item], list[str]]:
+def _list(root: Path) -> tuple[list[Item], list[str]]:
     """All image files in a fixed order, and all class names."""
     clients = _clients(root)
     _one_layout(root, clients)
@@ -133,15 +133,15 @@ def _listed(root: Path) -> tuple[list[Item], list[str]]:
     labels: set[str] = set()
     ignored: list[Path] = []
     for client in clients:
-        parts, _ = _entries(client)
-        given = {part.name for part in parts} == {"train", "test"}
-        for part in parts if given else [client]:
-            for label in _entries(part)[0]:
+        splits, _ = _entries(client)
+        given = {split.name for split in splits} == {"train", "test"}
+        for split in splits if given else [client]:
+            for label in _entries(split)[0]:
                 labels.add(label.name)
                 pictures, others = _pictures(label)
                 ignored += others
                 items += [
-                    Item(client.name, label.name, part.name == "test" if given else None, path) for path in pictures
+                    Item(client.name, label.name, split.name == "test" if given else None, path) for path in pictures
                 ]
     if ignored:
         names = [path.relative_to(root).as_posix() for path in ignored]
@@ -152,10 +152,12 @@ def _listed(root: Path) -> tuple[list[Item], list[str]]:
 
 
 def _clients(root: Path) -> list[Path]:
-    """Every client's folder, in order."""
+    """The clients' folders, in order."""
     if not root.is_dir():
         what = "is not a folder" if root.exists() else "does not exist"
-        raise DataError(f"{root.absolute()} {what}; {LAYOUT}. A relative path starts at data.root, else here.")
+        raise DataError(
+            f"{root.absolute()} {what}; {LAYOUT}. A relative path starts at data.root, else in the working directory."
+        )
     clients, _ = _entries(root)
     if not clients:
         raise DataError(f"{root} holds no folders; {LAYOUT}.")
@@ -164,8 +166,8 @@ def _clients(root: Path) -> list[Path]:
 
 
 def _one_layout(root: Path, clients: Sequence[Path]) -> None:
-    """Refuse clients with and without train/ and test/ side by side, and images outside of class folders."""
-    with_parts: list[str] = []
+    """Refuse a mix of clients with and without train/ and test/, and images outside of class folders."""
+    with_splits: list[str] = []
     without: list[str] = []
     for client in clients:
         folders, files = _entries(client)
@@ -173,19 +175,19 @@ def _one_layout(root: Path, clients: Sequence[Path]) -> None:
         given = {"train", "test"} <= names
         if given and len(names) > 2:
             raise DataError(
-                f"{client} holds train/ and test/ and also {some(sorted(names - {'train', 'test'}))}; move what is to "
-                "be trained on into train/ (a validation part is cut from it), or remove it."
+                f"{client} holds train/ and test/ and also {some(sorted(names - {'train', 'test'}))}; move training "
+                "images into train/ (the validation split is taken from it), or remove them."
             )
-        (with_parts if given else without).append(client.name)
+        (with_splits if given else without).append(client.name)
         for level in [files, *(_entries(folder)[1] for folder in folders if given)]:
             stray = [path for path in level if path.suffix.lower() in SUFFIXES]
             if stray:
                 raise DataError(
                     f"{stray[0].parent} holds images outside of a class folder, such as {stray[0].name!r}; {LAYOUT}."
                 )
-    if with_parts and without:
+    if with_splits and without:
         raise DataError(
-            f"{root}: some clients have train/ and test/ ({some(with_parts)}), others not ({some(without)}); "
+            f"{root}: some clients have train/ and test/ ({some(with_splits)}), others not ({some(without)}); "
             "use one layout for all."
         )
 
@@ -212,7 +214,7 @@ def _entries(path: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _check_content(root: Path, items: Sequence[Item], labels: Sequence[str]) -> None:
-    """Every client and every class must have images, in train/ and test/ where these are given."""
+    """Check that every client and every class has images, in train/ and test/ if these exist."""
     per_client = Counter((item.client, item.is_test) for item in items)
     given = any(item.is_test is not None for item in items)
     for client in _entries(root)[0]:
@@ -226,19 +228,19 @@ def _check_content(root: Path, items: Sequence[Item], labels: Sequence[str]) -> 
     trained = {item.label for item in items if not item.is_test}
     missing = [label for label in labels if label not in trained]
     if missing:
-        part = " to train on" if given else ""
+        what = "training images" if given else "images"
         raise DataError(
-            f"{root}: no client has images{part} of the classes {some(missing)}; add some, or remove the empty folders."
+            f"{root}: no client has {what} of the classes {some(missing)}; add some, or remove the empty folders."
         )
     if len(labels) < 2:
-        raise DataError(f"{root} has one class only ({labels[0]!r}); expected two or more class folders a client.")
+        raise DataError(f"{root} has one class only ({labels[0]!r}); expected two or more class folders per client.")
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
 def _read(items: Sequence[Item], size: int, background: str) -> tuple[Tensor, dict[int, str]]:
-    """All images, uint8 [n, 3, size, size], and for each that could not be read the reason."""
+    """All images, uint8 [n, 3, size, size], and the reason for each image that cannot be read."""
     images = torch.zeros(len(items), 3, size, size, dtype=torch.uint8)
     failed: dict[int, str] = {}
 
@@ -263,7 +265,7 @@ def _read(items: Sequence[Item], size: int, background: str) -> tuple[Tensor, di
 
 
 def _report_unreadable(root: Path, items: Sequence[Item], failed: dict[int, str], options: Options) -> None:
-    """Refuse, or warn of what is skipped."""
+    """Refuse unreadable images, or warn that they are skipped."""
     names = [f"{items[i].path.relative_to(root).as_posix()} ({why})" for i, why in failed.items()]
     message = f"{len(failed)} of {len(items)} images in {root} cannot be read: {some(names, '; ')}."
     if options.unreadable == "refuse":

@@ -1,4 +1,4 @@
-"""Published collections of pictures: Office-Caltech-10, ten classes of DomainNet, PACS, Tiny-ImageNet.
+"""Published image collections: Office-Caltech-10, ten classes of DomainNet, PACS, Tiny-ImageNet.
 
     <root>/office-caltech-10/<domain>/<class>/*.jpg      amazon, caltech, dslr, webcam
     <root>/domainnet-10/<domain>/<class>/*.jpg           with the lists <domain>_train.txt and <domain>_test.txt
@@ -6,9 +6,9 @@
     <root>/tiny-imagenet/train/<wnid>/images/*.JPEG      with val/images, val/val_annotations.txt, wnids.txt, words.txt
     <root>/office_caltech10.npz, pacs_128.npz, tiny_imagenet_subset.npz: packed JPEG files
 
-An archive may have put all this into a folder or two of its own. Other classes beside the named ones are ignored, so
-that Office-31, Caltech-256 and the whole DomainNet can be used as they are. How a file becomes pixels is said in
-`pictures.py`. Of published folders the cache knows names and times: an image that is changed in place is not noticed.
+The folders may be up to two levels deeper, as in some archives. Other classes are ignored, so that Office-31,
+Caltech-256 and the whole DomainNet can be used as they are. `pictures.py` describes how a file becomes pixels. The
+cache checks names and times of folders, so it does not notice an image that is changed in place.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from fedprism.config import DataConfig
 from fedprism.data.base import DATASETS, Dataset, chosen_domains, side
-from fedprism.data.cache import Arrays, Store, converted
+from fedprism.data.cache import Arrays, ArrayWriter, converted
 from fedprism.data.folder import WORKERS
 from fedprism.data.packed import Jpegs
 from fedprism.data.parts import damaged, dataset_of, reading
@@ -36,9 +36,9 @@ from fedprism.data.sources import looking, missing
 from fedprism.errors import DataError, some
 
 VERSION = 1
-TEST_SHARE = 0.2  # of Office-Caltech-10: as its papers do; of PACS, which has no test part either, the same
+TEST_SHARE = 0.2  # as papers on Office-Caltech-10; also for PACS, which has no test split either
 
-# What the domains and classes are called by those who hand them out: Office-31, Caltech-256, and collections of both.
+# Other spellings of domains and classes, in Office-31, Caltech-256 and collections of both.
 Spellings = Mapping[str, Collection[str]]
 OFFICE_DOMAINS: Spellings = {
     "amazon": (),
@@ -68,30 +68,30 @@ DOMAINNET: Spellings = dict.fromkeys(
 
 
 class Pictures(NamedTuple):
-    """What is to be read, [n] each, and how: `read(i, side)` gives uint8 [3, side, side]."""
+    """The images to read, [n] each, and their reader: `read(i, side)` returns uint8 [3, side, side]."""
 
     names: Sequence[str]
     columns: Mapping[str, NDArray[np.int64] | NDArray[np.bool_]]
     read: Callable[[int, int], NDArray[np.uint8]]
-    class_names: Sequence[str] = ()  # where they are not known beforehand
+    class_names: Sequence[str] = ()  # if they are not known in advance
 
 
 @DATASETS.register("office-caltech-10")
 def office_caltech_10(config: DataConfig, seed: int) -> Dataset:
-    """2,533 photographs of ten things of an office, from a shop (amazon), caltech, a dslr and a webcam; 256 pixels."""
+    """2,533 photographs of ten office objects: amazon, caltech, dslr, webcam; 256 x 256 pixels."""
     return _by_domain(config, "office-caltech-10", OFFICE_DOMAINS, OFFICE, "office_caltech10.npz", (256, 256))
 
 
 @DATASETS.register("pacs")
 def pacs(config: DataConfig, seed: int) -> Dataset:
-    """9,991 pictures of seven things: art_painting, cartoon, photo, sketch; 227 pixels (128 in the packed form)."""
+    """9,991 images of seven classes: art_painting, cartoon, photo, sketch; 227 x 227 pixels (packed: 128 x 128)."""
     return _by_domain(config, "pacs", PACS_DOMAINS, PACS, "pacs_128.npz", (227, 128))
 
 
 @DATASETS.register("domainnet-10")
 @looking()
 def domainnet_10(config: DataConfig, seed: int) -> Dataset:
-    """Ten classes of DomainNet, those of FedBN: clipart, infograph, painting, quickdraw, real, sketch; 256 pixels."""
+    """FedBN's ten classes of DomainNet: clipart, infograph, painting, quickdraw, real, sketch; 256 x 256 pixels."""
     name, root = "domainnet-10", root_of(config)
     base, domains = root / name, chosen_domains(config, tuple(DOMAINNET_DOMAINS))
     there = _domain_folders(base, DOMAINNET_DOMAINS)
@@ -100,7 +100,7 @@ def domainnet_10(config: DataConfig, seed: int) -> Dataset:
     for file in (f"{domain}_{part}.txt" for domain in domains for part in ("train", "test")):
         found = next((folder / file for level in _levels(base) for folder in level if (folder / file).is_file()), None)
         if found is None:
-            raise missing(name, root, f"What is not there is the list {file}.")
+            raise missing(name, root, f"The list {file} is missing.")
         lists.append(found)
     sources = [*lists, *folders]
     arrays = _arrays(name, sources, side(config, 256), domains, lambda: _domainnet(base, lists, there))
@@ -110,7 +110,7 @@ def domainnet_10(config: DataConfig, seed: int) -> Dataset:
 @DATASETS.register("tiny-imagenet")
 @looking()
 def tiny_imagenet(config: DataConfig, seed: int) -> Dataset:
-    """Tiny-ImageNet, 200 classes of photographs of 64 pixels; its validation part is the test part."""
+    """Tiny-ImageNet: photographs of 200 classes, 64 x 64 pixels; its validation split is the test split."""
     name, root = "tiny-imagenet", root_of(config)
     homes = (folder for level in _levels(root / name) for folder in level if (folder / "train").is_dir())
     home = next(homes, None)
@@ -119,12 +119,12 @@ def tiny_imagenet(config: DataConfig, seed: int) -> Dataset:
         lists = [home / "wnids.txt", home / "words.txt", home / "val" / "val_annotations.txt"]
         for path in lists:
             if not path.is_file():
-                raise missing(name, root, f"What is not there is {path}.")
+                raise missing(name, root, f"{path} is missing.")
         wnids = sorted(set(_lines(lists[0])))  # 200
         folders = [*(home / "train" / wnid / "images" for wnid in wnids), home / "val" / "images"]
         for path in folders:
             if not path.is_dir():
-                raise missing(name, root, f"What is not there is {path}.")
+                raise missing(name, root, f"{path} is missing.")
         sources = [*lists, *folders]
     elif packed.is_file():
         sources = [packed]
@@ -138,14 +138,14 @@ def tiny_imagenet(config: DataConfig, seed: int) -> Dataset:
     return dataset_of(name, arrays, (name,), arrays.facts["class_names"], TEST_SHARE)
 
 
-# --- a folder a domain, in it a folder a class -----------------------------------------------------------------------
+# --- one folder per domain and class ---------------------------------------------------------------------------------
 
 
 @looking()
 def _by_domain(
     config: DataConfig, name: str, known: Spellings, classes: Spellings, packed_name: str, own_sides: tuple[int, int]
 ) -> Dataset:
-    """Without a test part; `own_sides` are those of the published and of the packed form."""
+    """A dataset without a test split; `own_sides` are the sizes of the published and the packed form."""
     root, domains = root_of(config), chosen_domains(config, tuple(known))
     packed, there = root / packed_name, _domain_folders(root / name, known)
     if there:
@@ -167,22 +167,22 @@ def _by_domain(
 def _class_folders(
     name: str, root: Path, domains: Mapping[str, Path | None], classes: Spellings
 ) -> dict[Path, tuple[int, int]]:
-    """Every folder of images with the numbers of its class and domain."""
+    """Each folder of images with the indices of its class and domain."""
     folders = {}
     for number, (domain, folder) in enumerate(domains.items()):
         if folder is None:
-            raise missing(name, root, f"What is not there is the domain {domain!r}.")
+            raise missing(name, root, f"The domain {domain!r} is missing.")
         inside = folder / "images"  # Office-31 has one more level
         found = _spelled(inside if inside.is_dir() else folder, classes)
         for label, spelling in enumerate(classes):
             if spelling not in found:
-                raise missing(name, root, f"What is not there is the class {spelling!r} in {folder}.")
+                raise missing(name, root, f"The class {spelling!r} is missing in {folder}.")
             folders[found[spelling]] = (label, number)
     return folders
 
 
 def _domain_folders(folder: Path, known: Spellings) -> dict[str, Path]:
-    """The folder of every domain that is there, however deep an archive has put it (up to two folders)."""
+    """The folder of each domain that is there, up to two levels deep."""
     found: dict[str, Path] = {}
     for level in _levels(folder):
         for candidate in level:
@@ -193,7 +193,7 @@ def _domain_folders(folder: Path, known: Spellings) -> dict[str, Path]:
 
 
 def _spelled(folder: Path, known: Spellings) -> dict[str, Path]:
-    """The folders in `folder` that are known, however they are spelled: `back_pack` and `003.backpack` are backpack."""
+    """The known folders in `folder`, in any spelling: `back_pack` and `003.backpack` are backpack."""
     names = {spelling: name for name, others in known.items() for spelling in (name, *others)}
     found: dict[str, Path] = {}
     for entry in _entries(folder):
@@ -210,10 +210,10 @@ def _packed(path: Path, domains: Sequence[str], classes: Sequence[str]) -> Pictu
     """The packed form, with the domains and classes in our order."""
     jpegs = Jpegs(path)
     own_domains, own_classes = jpegs.names("domains"), jpegs.names("classes")
-    for what, wanted, held in (("domain", domains, own_domains), ("class", classes, own_classes)):
+    for what, wanted, known in (("domain", domains, own_domains), ("class", classes, own_classes)):
         for name in wanted:
-            if name not in held:
-                raise damaged(path, f"it has no {what} {name!r}, but {', '.join(held)}")
+            if name not in known:
+                raise damaged(path, f"it has no {what} {name!r}, but {', '.join(known)}")
     domain = _renumbered(jpegs.column("domain", len(own_domains)), own_domains, domains)
     label = _renumbered(jpegs.column("label", len(own_classes)), own_classes, classes)
     kept = np.flatnonzero((domain >= 0) & (label >= 0))
@@ -227,7 +227,7 @@ def _packed(path: Path, domains: Sequence[str], classes: Sequence[str]) -> Pictu
 
 
 def _renumbered(numbers: NDArray[np.int64], own: Sequence[str], wanted: Sequence[str]) -> NDArray[np.int64]:
-    """Places in `own` as places in `wanted`; -1: not wanted."""
+    """Map indices into `own` to indices into `wanted`; -1: not wanted."""
     return np.array([wanted.index(name) if name in wanted else -1 for name in own])[numbers]
 
 
@@ -235,11 +235,11 @@ def _renumbered(numbers: NDArray[np.int64], own: Sequence[str], wanted: Sequence
 
 
 def _domainnet(base: Path, lists: Sequence[Path], folders: Mapping[str, Path]) -> Pictures:
-    """What the lists name of the ten classes: a line is a path, `<domain>/<class>/<file>`, and a number of 345."""
+    """The listed images of the ten classes; a line is a path, `<domain>/<class>/<file>`, and a class index of 345."""
     items: list[tuple[Path, int, int]] = []
-    parts: list[NDArray[np.bool_]] = []
+    is_test: list[NDArray[np.bool_]] = []
     number = {label: i for i, label in enumerate(DOMAINNET)}
-    for nth, listed in enumerate(lists):  # of each domain two: train, test
+    for nth, listed in enumerate(lists):  # two per domain: train, test
         domain, before = listed.name.partition("_")[0], len(items)
         for line in _lines(listed):
             given, _, label = line.rpartition(" ")
@@ -251,16 +251,16 @@ def _domainnet(base: Path, lists: Sequence[Path], folders: Mapping[str, Path]) -
                 items.append((folders[domain] / path[1] / path[2], number[path[1]], nth // 2))
         if len(items) == before:
             raise damaged(listed, f"it names no images of {', '.join(DOMAINNET)}")
-        parts.append(np.full(len(items) - before, nth % 2 == 1))
+        is_test.append(np.full(len(items) - before, nth % 2 == 1))
     pictures = _published(base, items)
     twice = [name for name, times in Counter(pictures.names).items() if times > 1]
     if twice:
         raise DataError(f"{base}: the lists name {some(twice)} more than once; get them again as they were published.")
-    return pictures._replace(columns={**pictures.columns, "is_test": np.concatenate(parts)})
+    return pictures._replace(columns={**pictures.columns, "is_test": np.concatenate(is_test)})
 
 
 def _tiny(home: Path, wnids: Sequence[str]) -> Pictures:
-    """Training images by folder; those of val/ by the list beside them."""
+    """Training images by folder, those of val/ by its list."""
     number = {wnid: i for i, wnid in enumerate(wnids)}
     items = [(path, i, 0) for wnid, i in number.items() for path in _files(home / "train" / wnid / "images")]
     trained = len(items)
@@ -293,7 +293,7 @@ def _tiny_packed(path: Path) -> Pictures:
 
 
 def _first_words(wnids: Sequence[str], words: Sequence[str]) -> list[str]:
-    """`goldfish` of 'goldfish, Carassius auratus'; where two classes are called the same, with their numbers.
+    """`goldfish` of 'goldfish, Carassius auratus'; classes with the same name get their numbers appended.
 
     >>> _first_words(["n1", "n2", "n3"], ["goldfish, Carassius", "crane", "crane, bird"])
     ['goldfish', 'crane n2', 'crane n3']
@@ -306,7 +306,7 @@ def _first_words(wnids: Sequence[str], words: Sequence[str]) -> list[str]:
 
 
 def _levels(folder: Path) -> Iterator[list[Path]]:
-    """`folder`, then the folders in it, then those in these."""
+    """`folder`, then its subfolders, then their subfolders."""
     level = [folder] if folder.is_dir() else []
     yield level
     for _ in range(2):
@@ -315,7 +315,7 @@ def _levels(folder: Path) -> Iterator[list[Path]]:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """What is visible in a folder, sorted by name."""
+    """The visible entries of a folder, sorted by name."""
     try:
         return sorted(entry for entry in folder.iterdir() if not entry.name.startswith((".", "__MACOSX")))
     except OSError as error:
@@ -331,7 +331,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _lines(path: Path) -> list[str]:
-    """What stands in a list; one without a line is refused."""
+    """The lines of a list; an empty list is refused."""
     with reading(path):
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not lines:
@@ -340,7 +340,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _published(home: Path, items: Sequence[tuple[Path, int, int]]) -> Pictures:
-    """Files with the numbers of their class and domain."""
+    """Files with the indices of their class and domain."""
     return Pictures(
         [path.relative_to(home).as_posix() for path, _, _ in items],
         {
@@ -357,11 +357,11 @@ def _published(home: Path, items: Sequence[tuple[Path, int, int]]) -> Pictures:
 def _arrays(
     name: str, sources: Sequence[Path], size: int, domains: Sequence[str], pictures: Callable[[], Pictures]
 ) -> Arrays:
-    """Read once, `size` pixels a side; damaged images are refused by name."""
+    """Read the images once, at `size` x `size` pixels; the error for damaged images names them."""
 
-    def convert(store: Store) -> None:
+    def convert(writer: ArrayWriter) -> None:
         found = pictures()
-        images = store.inputs((len(found.names), 3, size, size))
+        images = writer.inputs((len(found.names), 3, size, size))
 
         def read(i: int) -> str | None:
             try:
@@ -372,12 +372,12 @@ def _arrays(
 
         failed = []
         total = len(images)
-        with warnings.catch_warnings(), ThreadPoolExecutor(WORKERS) as pool, store.progress(total) as step:
+        with warnings.catch_warnings(), ThreadPoolExecutor(WORKERS) as pool, writer.progress(total) as step:
             warnings.simplefilter("ignore")  # Pillow's, on odd but readable files
             try:
-                for wrong in pool.map(read, range(total)):
-                    if wrong:
-                        failed.append(wrong)
+                for problem in pool.map(read, range(total)):
+                    if problem:
+                        failed.append(problem)
                     step()
             finally:
                 pool.shutdown(cancel_futures=True)
@@ -386,7 +386,7 @@ def _arrays(
                 f"{len(failed)} of {total} images of {name} cannot be read: {some(failed, '; ')}. "
                 "Get them again as they were published."
             )
-        store.columns.update(found.columns)
-        store.facts["class_names"] = list(found.class_names)
+        writer.columns.update(found.columns)
+        writer.facts["class_names"] = list(found.class_names)
 
     return converted(name, VERSION, sources, {"side": size, "domains": list(domains)}, convert)

@@ -1,5 +1,5 @@
-"""From stored pixels to what a model sees: random changes of training images, then normalisation. Batched tensor
-operations on the device that holds the images."""
+"""From stored pixels to model inputs: augmentation of training images, then normalisation. Both are batched tensor
+operations on the device of the images."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from fedprism.registry import Registry
 
 Draw = Callable[..., Tensor]  # draw(name, *shape): uniform noise in [0, 1) for one purpose
 
-NORMAL = {  # mean and standard deviation of red, green and blue, of pixels from 0 to 1
+NORMAL = {  # mean and standard deviation of red, green and blue, for pixels from 0 to 1
     "imagenet": Normal((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     "cifar10": Normal((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),  # Fed-CO2's
     "cifar100": Normal((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),  # Fed-CO2's
 }
 
 
-TEXTS = "data.augment changes images, and these are texts; set data.augment to none."
+TEXTS = "data.augment changes images, but this dataset has texts; set data.augment to none."
 
 
 def normalise(x: Tensor, how: str | Normal) -> Tensor:
-    """Pixels `[batch, channels, height, width]` of 0 to 255 as floats: `half` to [-1, 1], `none` to [0, 1], or by the
-    mean and standard deviation of each channel. Texts `[batch, length]` become int64, as an embedding takes them.
+    """Convert pixels `[batch, channels, height, width]` of 0 to 255 to floats: `half` to [-1, 1], `none` to [0, 1], or
+    by the mean and standard deviation of each channel. Texts `[batch, length]` become int64, as embeddings require.
 
     >>> normalise(torch.tensor([0, 255], dtype=torch.uint8).view(1, 2, 1, 1), "half").flatten().tolist()
     [-1.0, 1.0]
@@ -48,7 +48,7 @@ def normalise(x: Tensor, how: str | Normal) -> Tensor:
 
 
 def _normal(how: str | Normal, channels: int) -> Normal:
-    """Mean and deviation for images of so many channels."""
+    """Mean and standard deviation for images with this number of channels."""
     normal = how if isinstance(how, Normal) else NORMAL.get(how)
     if normal is None:
         raise ConfigError(unknown("value of data.normalize", str(how), ("half", "none", *NORMAL)))
@@ -61,7 +61,7 @@ def _normal(how: str | Normal, channels: int) -> Normal:
 
 
 def check_inputs(config: DataConfig, shape: tuple[int, ...]) -> None:
-    """Refuse a normalisation or changes that do not fit inputs of this shape."""
+    """Refuse a normalisation or an augmentation that does not fit inputs of this shape."""
     made = changes(config.augment)
     if len(shape) == 2 and made:
         raise ConfigError(TEXTS)
@@ -70,19 +70,19 @@ def check_inputs(config: DataConfig, shape: tuple[int, ...]) -> None:
 
 
 def _channels(values: tuple[float, ...], like: Tensor) -> Tensor:
-    """One number a channel; filled on the device, so that nothing waits for a copy."""
+    """One number per channel, filled on the device: no copy, so no synchronisation."""
     return torch.cat([torch.full((1, 1, 1), value, dtype=like.dtype, device=like.device) for value in values])
 
 
-# --- random changes --------------------------------------------------------------------------------------------------
+# --- augmentation ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Change:
-    """A random change of every image by itself; its fields are its settings in `data.augment`."""
+    """A random change of each image; the fields are its settings in `data.augment`."""
 
     def __call__(self, x: Tensor, draw: Draw) -> Tensor:
-        """Floats `[batch, channels, height, width]`, black is 0, to the same; `draw(name, *shape)` is uniform noise."""
+        """Change floats `[batch, channels, height, width]`, where 0 is black; `draw(name, *shape)` is uniform noise."""
         raise NotImplementedError
 
 
@@ -92,7 +92,7 @@ CHANGES: Registry[type[Change]] = Registry("augmentation")
 @CHANGES.register("flip")
 @dataclass(frozen=True)
 class Flip(Change):
-    """Left and right change places."""
+    """Flip horizontally."""
 
     p: float = setting(0.5, "probability", lambda v: 0 <= v <= 1, "0 to 1")
 
@@ -104,16 +104,16 @@ class Flip(Change):
 @CHANGES.register("rotate")
 @dataclass(frozen=True)
 class Rotate(Change):
-    """Turned about the middle; what comes in at the corners is black."""
+    """Rotate about the centre; the corners become black."""
 
-    degrees: float = setting(30.0, "at most, to either side", lambda v: 0 <= v <= 180, "0 to 180")
+    degrees: float = setting(30.0, "maximum angle, in both directions", lambda v: 0 <= v <= 180, "0 to 180")
     interpolation: Literal["nearest", "bilinear"] = setting("nearest", "nearest is torchvision's default, so FedBN's")
 
     def __call__(self, x: Tensor, draw: Draw) -> Tensor:
         angle = (2 * draw("angle", len(x)).to(x.dtype) - 1) * (self.degrees * math.pi / 180)
         height, width = x.shape[2:]
         cos, sin, none = angle.cos(), angle.sin(), torch.zeros_like(angle)
-        # The grid reaches from -1 to 1 both ways, so an image that is not square has two scales.
+        # The grid spans -1 to 1 along both axes, so the axes of a non-square image have different scales.
         across = torch.stack([cos, -sin * (height / width), none], dim=1)
         down = torch.stack([sin * (width / height), cos, none], dim=1)
         grid = affine_grid(torch.stack([across, down], dim=1), list(x.shape), align_corners=False)
@@ -123,31 +123,31 @@ class Rotate(Change):
 @CHANGES.register("crop")
 @dataclass(frozen=True)
 class Crop(Change):
-    """A window of the image's own size from the image with a black margin."""
+    """Pad with black and crop a random window of the image's size."""
 
-    padding: int = setting(4, "pixels of margin", lambda v: v >= 1, "1 or more")
+    padding: int = setting(4, "pixels of padding", lambda v: v >= 1, "1 or more")
 
     def __call__(self, x: Tensor, draw: Draw) -> Tensor:
         n, _, height, width = x.shape
-        # Below 2 padding + 1 even if rounding makes of a number below 1 a whole one.
+        # The clamp guards against a product that rounds up to 2 * padding + 1.
         top, left = (draw("window", 2, n, 1) * (2 * self.padding + 1)).long().clamp(max=2 * self.padding)
         rows = top + torch.arange(height, device=x.device)
         columns = left + torch.arange(width, device=x.device)
         wide = pad(x, (self.padding,) * 4)
         image = torch.arange(n, device=x.device).view(n, 1, 1)
-        # Two indices with a slice between them put the channels last.
+        # Index arrays around a slice move the channels to the end.
         return wide[image, :, rows.unsqueeze(2), columns.unsqueeze(1)].permute(0, 3, 1, 2)
 
 
 def changes(augment: str | tuple[Named, ...]) -> list[Change]:
-    """What `data.augment` names, in its order, with settings checked."""
+    """The changes named in `data.augment`, in order, with checked settings."""
     if isinstance(augment, str):
         return []
     return [structure(plain(named.settings), CHANGES[named.name], f"data.augment: {named.name}") for named in augment]
 
 
 def augmentation(augment: str | tuple[Named, ...]) -> Callable[[Tensor, Draw], Tensor]:
-    """A function that changes a batch by the noise that it is given."""
+    """A function that augments a batch with the given noise."""
     made = changes(augment)
 
     def change(x: Tensor, draw: Draw) -> Tensor:
@@ -156,8 +156,8 @@ def augmentation(augment: str | tuple[Named, ...]) -> Callable[[Tensor, Draw], T
         if x.ndim != 4:
             raise ConfigError(TEXTS)
         x = x.to(torch.get_default_dtype())
-        for place, each in enumerate(made):
-            x = each(x, lambda name, *shape, place=place: draw(f"{place}/{name}", *shape))
+        for i, each in enumerate(made):
+            x = each(x, lambda name, *shape, i=i: draw(f"{i}/{name}", *shape))
         return x
 
     return change

@@ -1,11 +1,11 @@
 """Two compact .npz formats of benchmark images.
 
-*Mosaic*: for each split `train` and `test`, `<split>_mosaic` holds the bytes of one WebP or JPEG picture in which all
-images are tiled row by row; `tile` is (height, width), `<split>_y` are the labels in tile order. Tiles beyond the
+*Mosaic*: for each split `train` and `test`, `<split>_mosaic` contains the bytes of one WebP or JPEG picture in which
+all images are tiled row by row; `tile` is (height, width), `<split>_y` are the labels in tile order. Tiles beyond the
 number of labels are unused.
 
-*JPEG*: `jpeg` holds one JPEG file an image, one after the other; image i is `jpeg[offsets[i]:offsets[i + 1]]`. Further
-arrays (`domain`, `label`, `domains`, `classes`, `path`) say what the images are. All names may have a prefix.
+*JPEG*: `jpeg` contains one JPEG file per image, concatenated; image i is `jpeg[offsets[i]:offsets[i + 1]]`. Further
+arrays (`domain`, `label`, `domains`, `classes`, `path`) describe the images. All names may have a prefix.
 """
 
 from __future__ import annotations
@@ -21,46 +21,46 @@ from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
-from fedprism.data.parts import Part, Pixels, checked, damaged, reading
+from fedprism.data.parts import Pixels, RawSplit, checked, damaged, reading
 
-MOSAIC_PIXELS = 160_000_000  # the largest mosaic that is decoded; 60,000 images of 32 x 32 are 61 million pixels
+MOSAIC_PIXELS = 160_000_000  # maximum size of a mosaic; 60,000 images of 32 x 32 have 61 million pixels
 
 
-def mosaic(path: Path, split: str, classes: int, also: Sequence[tuple[str, int]] = ()) -> Part:
-    """One split of a mosaic; `also` names further labels (`coarse`) and how many values they have."""
+def mosaic(path: Path, split: str, classes: int, also: Sequence[tuple[str, int]] = ()) -> RawSplit:
+    """One split of a mosaic; `also` lists further labels (`coarse`) and their numbers of values."""
     with reading(path):
         columns = {}
         for key, name, count in [("labels", "y", classes), *((name, name, count) for name, count in also)]:
             columns[key] = checked(path, f"{split}_{name}", _array(path, f"{split}_{name}"), 0, count - 1)
         n = len(columns["labels"])
         if any(values.shape != (n,) for values in columns.values()):
-            raise damaged(path, f"its {split} part has columns of different lengths")
-    return Part(columns, split == "test", lambda: _tiles(path, split, n))
+            raise damaged(path, f"its {split} split has columns of different lengths")
+    return RawSplit(columns, split == "test", lambda: _tiles(path, split, n))
 
 
 def _tiles(path: Path, split: str, n: int) -> Iterator[Pixels]:
-    """uint8 [m, height, width, 3], a row of the mosaic at a time."""
+    """Yield uint8 [m, height, width, 3], one row of the mosaic at a time."""
     with reading(path):
         size = _array(path, "tile")
         if size.shape != (2,) or size.dtype.kind not in "iu" or min(size) < 1:
             raise damaged(path, f"its tile is {size.tolist()}; expected height and width")
-        high, wide = int(size[0]), int(size[1])
+        height, width = int(size[0]), int(size[1])
         with _opened(_array(path, f"{split}_mosaic")) as picture:
-            across, down = picture.width // wide, picture.height // high
-            if (across * wide, down * high) != picture.size or across * down < n:
+            across, down = picture.width // width, picture.height // height
+            if (across * width, down * height) != picture.size or across * down < n:
                 raise damaged(
                     path,
                     f"its {split} mosaic of {picture.width} x {picture.height} pixels does not hold {n} tiles of "
-                    f"{wide} x {high}",
+                    f"{width} x {height}",
                 )
             for row in range(-(-n // across)):
-                band = picture.crop((0, row * high, picture.width, (row + 1) * high))  # decodes all, once
-                tiles = np.asarray(band.convert("RGB")).reshape(high, across, wide, 3).swapaxes(0, 1)
+                band = picture.crop((0, row * height, picture.width, (row + 1) * height))  # decodes all, once
+                tiles = np.asarray(band.convert("RGB")).reshape(height, across, width, 3).swapaxes(0, 1)
                 yield tiles[: n - row * across]
 
 
 def _opened(content: NDArray[np.uint8]) -> Image.Image:
-    """A mosaic is meant to be large, so the kind's own class opens it: `Image.open` has a limit that is global."""
+    """Open a large mosaic with its format's own class: `Image.open` has a global size limit."""
     data = content.tobytes()
     kind = JpegImageFile if data.startswith(b"\xff\xd8") else WebPImageFile
     picture = kind(io.BytesIO(data))
@@ -70,10 +70,10 @@ def _opened(content: NDArray[np.uint8]) -> Image.Image:
 
 
 class Jpegs:
-    """One JPEG file an image, and what is known of each.
+    """One JPEG file per image, with labels and names.
 
-    `len(jpegs)` images; `jpegs.picture(i, side)` decodes one; `jpegs.column("label", 10)` and `jpegs.names("classes")`
-    are what stands beside them.
+    There are `len(jpegs)` images; `jpegs.picture(i, side)` decodes one. `jpegs.column("label", 10)` and
+    `jpegs.names("classes")` read the other arrays.
     """
 
     def __init__(self, path: Path, prefix: str = "") -> None:
@@ -99,7 +99,7 @@ class Jpegs:
         return len(self._offsets) - 1
 
     def picture(self, index: int, side: int) -> Pixels:
-        """uint8 [3, side, side]; squeezed to a square, bilinear."""
+        """uint8 [3, side, side]: one image, resized to a square (bilinear)."""
         start, end = self._offsets[index : index + 2]
         with reading(self.path), Image.open(io.BytesIO(self._jpeg[start:end].tobytes()), formats=["JPEG"]) as file:
             image = file.convert("RGB")
@@ -108,7 +108,7 @@ class Jpegs:
             return np.asarray(image).transpose(2, 0, 1)
 
     def column(self, name: str, count: int) -> NDArray[np.int64]:
-        """A number an image, from 0 to `count` - 1: `label`, `domain`, `y`."""
+        """One number per image, from 0 to `count` - 1: `label`, `domain`, `y`."""
         with reading(self.path):
             values = _array(self.path, self._prefix + name)
         if values.shape != (len(self),):
@@ -116,7 +116,7 @@ class Jpegs:
         return checked(self.path, self._prefix + name, values, 0, count - 1)
 
     def names(self, name: str, count: int | None = None) -> tuple[str, ...]:
-        """Texts, `count` of them: `classes`, `domains` (of the whole file), or `path` (with the prefix)."""
+        """Strings, `count` of them: `classes`, `domains` (of the whole file), or `path` (with the prefix)."""
         with reading(self.path):
             texts = _array(self.path, name)
         if texts.dtype.kind != "U" or texts.ndim != 1 or len(texts) != (len(texts) if count is None else count):

@@ -1,4 +1,4 @@
-"""Parts of published datasets on their way into the cache: labels first, then pixels piece by piece."""
+"""Splits of published datasets, converted for the cache: labels first, then pixels piece by piece."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from fedprism.data.base import Dataset
-from fedprism.data.cache import Arrays, Store
+from fedprism.data.cache import Arrays, ArrayWriter
 from fedprism.data.pictures import DAMAGED, reason
 from fedprism.errors import DataError
 
@@ -23,7 +23,7 @@ Pixels = NDArray[np.uint8]  # [n, height, width] grey, or [n, height, width, 3]
 PIECE = 1000  # images in memory at a time
 
 
-class Part(NamedTuple):
+class RawSplit(NamedTuple):
     """The training or the test images of a file."""
 
     columns: Mapping[str, NDArray[Any]]  # [n] each; `labels` at least
@@ -32,7 +32,7 @@ class Part(NamedTuple):
 
 
 def dataset_of(name: str, arrays: Arrays, domains: Sequence[str], classes: Sequence[str], test_share: float) -> Dataset:
-    """What was converted, as a dataset: its columns are labels, domains and, where it has a test part, is_test."""
+    """A dataset from cached arrays with the columns labels, domains and, if there is a test split, is_test."""
     return Dataset(
         name=name,
         images=arrays.inputs,
@@ -46,36 +46,36 @@ def dataset_of(name: str, arrays: Arrays, domains: Sequence[str], classes: Seque
     )
 
 
-def fill(store: Store, parts: Sequence[Part], side: int, channels: int = 3) -> None:
-    """All parts after one another, uint8 [n, channels, side, side], with their columns and `is_test`."""
-    counts = [len(part.columns["labels"]) for part in parts]
-    images = store.inputs((sum(counts), channels, side, side), np.uint8)
+def fill(writer: ArrayWriter, splits: Sequence[RawSplit], side: int, channels: int = 3) -> None:
+    """Write all splits, concatenated, as uint8 [n, channels, side, side], with their columns and `is_test`."""
+    counts = [len(split.columns["labels"]) for split in splits]
+    images = writer.inputs((sum(counts), channels, side, side), np.uint8)
     at = 0
-    with store.progress(len(images)) as step:
-        for part, count in zip(parts, counts, strict=True):
+    with writer.progress(len(images)) as step:
+        for split, count in zip(splits, counts, strict=True):
             begun = at
-            for piece in part.pixels():
+            for piece in split.pixels():
                 images[at : at + len(piece)] = _squares(piece, side, channels)
                 at += len(piece)
                 for _ in piece:
                     step()
             if at - begun != count:
-                raise ValueError(f"{at - begun} images of a part that has {count} labels")
-    for key in parts[0].columns:
-        store.columns[key] = np.concatenate([part.columns[key] for part in parts])
-    store.columns["is_test"] = np.repeat([part.is_test for part in parts], counts)
+                raise ValueError(f"{at - begun} images of a split that has {count} labels")
+    for key in splits[0].columns:
+        writer.columns[key] = np.concatenate([split.columns[key] for split in splits])
+    writer.columns["is_test"] = np.repeat([split.is_test for split in splits], counts)
 
 
 def cut(pixels: Pixels) -> Iterator[Pixels]:
-    """What is in memory, or mapped, in pieces."""
+    """Yield an array in pieces."""
     for start in range(0, len(pixels), PIECE):
         yield pixels[start : start + PIECE]
 
 
 @contextmanager
 def reading(path: Path, *more: type[Exception]) -> Iterator[None]:
-    """Turns what a damaged or hostile file raises into an error that names it; `more` are a reader's own errors."""
-    # numpy reads a .npy file's header with Python's tokenizer; a header or a size may ask for any amount of memory.
+    """Turn the exceptions of a damaged or hostile file into an error that names it; `more` lists further ones."""
+    # numpy reads a .npy header with Python's tokenizer; a header may claim any size.
     expected: tuple[type[Exception], ...] = (*DAMAGED, zipfile.BadZipFile, tokenize.TokenError, MemoryError, *more)
     try:
         yield
@@ -86,7 +86,8 @@ def reading(path: Path, *more: type[Exception]) -> Iterator[None]:
 
 
 def damaged(path: Path, why: str) -> DataError:
-    """
+    """The error for a damaged file.
+
     >>> str(damaged(Path("train.bin"), "it ends in the middle of an image"))
     'train.bin: it ends in the middle of an image. Remove it and get it again as it was published.'
     """
@@ -94,24 +95,24 @@ def damaged(path: Path, why: str) -> DataError:
 
 
 def checked(path: Path, what: str, labels: NDArray[Any], low: int, high: int) -> NDArray[np.int64]:
-    """Labels of a file, whole numbers from `low` to `high`, or refused."""
+    """Check that the labels of a file are whole numbers from `low` to `high`, and return them."""
     if not labels.size:
         raise damaged(path, f"it holds no {what}")
     if labels.ndim != 1:
-        raise damaged(path, f"its {what} have shape {labels.shape}; expected one number an image")
+        raise damaged(path, f"its {what} have shape {labels.shape}; expected one number per image")
     kind = labels.dtype.kind
     if kind not in "iuf" or (kind == "f" and not (np.isfinite(labels).all() and (labels % 1 == 0).all())):
         raise damaged(path, f"its {what} are not whole numbers")
-    least, most = int(labels.min()), int(labels.max())
-    if least < low or most > high:
-        raise damaged(path, f"its {what} lie between {least} and {most}; expected {low} to {high}")
+    smallest, largest = int(labels.min()), int(labels.max())
+    if smallest < low or largest > high:
+        raise damaged(path, f"its {what} lie between {smallest} and {largest}; expected {low} to {high}")
     return labels.astype(np.int64)
 
 
 def _squares(pixels: Pixels, side: int, channels: int) -> Pixels:
-    """[n, channels, side, side]; resized by Pillow, bilinear."""
+    """[n, channels, side, side], resized by Pillow (bilinear)."""
     if channels == 1 and pixels.ndim == 4:
-        pixels = pixels[..., 0]  # stored as colours, but grey
+        pixels = pixels[..., 0]  # a grey image stored in three channels
     if pixels.shape[1:3] != (side, side):
         size = (side, side)
         pixels = np.stack([np.asarray(Image.fromarray(p).resize(size, Image.Resampling.BILINEAR)) for p in pixels])

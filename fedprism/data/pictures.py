@@ -1,12 +1,12 @@
-"""One image file as RGB pixels of a given size, whatever kind of image it is.
+"""Read one image file as RGB pixels of a given size.
 
-Decided here, and said in docs:
-- transparency is laid over a background colour, black unless told otherwise;
-- 16-bit greyscale is scaled from 0..65535 to 0..255, not clipped; images of 32 bits or floating-point numbers a channel
-  are refused, as they have no agreed range;
+The rules, repeated in docs:
+- transparency is composited over a background colour, by default black;
+- 16-bit greyscale is scaled from 0..65535 to 0..255, not clipped; images with 32 bits or floating-point numbers per
+  channel are refused, as they have no agreed range;
 - CMYK, palette, grey and black-and-white images become RGB;
-- an EXIF orientation is applied; of several frames the first counts;
-- the whole image is squeezed to a square;
+- the EXIF orientation is applied; of several frames the first is used;
+- the whole image is resized to a square;
 - an image of more than `MAX_PIXELS` is refused before it is decoded.
 """
 
@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
-FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "TIFF")  # told by content, whatever the suffix says
+FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "TIFF")  # detected by content, not by suffix
 MAX_PIXELS = 80_000_000
 
-# What Pillow's readers raise on damaged files, beside OSError.
+# Exceptions of Pillow's readers on damaged files.
 DAMAGED = (
     OSError,
     ValueError,
@@ -45,20 +45,20 @@ def read_picture(path: Path, size: int, background: str = "black") -> NDArray[np
     with Image.open(path, formats=FORMATS) as image:
         if image.width * image.height > MAX_PIXELS:
             raise ValueError(f"{image.width} x {image.height} pixels, at most {MAX_PIXELS:,} are read")
-        image.draft(None, (2 * size, 2 * size))  # lets a JPEG decode at a fraction of its size
+        image.draft(None, (2 * size, 2 * size))  # decode a JPEG at a fraction of its size
         upright = ImageOps.exif_transpose(image)
         square = _rgb(upright, image.format, background).resize((size, size), Image.Resampling.BILINEAR)
     return np.asarray(square).transpose(2, 0, 1)
 
 
 def reason(error: BaseException) -> str:
-    """Why an image could not be read, in a few words."""
+    """A short reason why an image could not be read."""
     if isinstance(error, Image.DecompressionBombError):
         return f"more than the {MAX_PIXELS:,} pixels that are read"
     if isinstance(error, UnidentifiedImageError):
         return "not an image of a known kind"
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror  # without the path, which is named beside it
+        return error.strerror  # without the path, which the message names
     if isinstance(error, MemoryError):
         return "it asks for more memory than there is"
     return str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -68,7 +68,7 @@ def _rgb(image: Image.Image, kind: str | None, background: str) -> Image.Image:
     if image.mode.startswith("I;16") or (image.mode == "I" and kind == "PNG"):  # older Pillow: a 16-bit PNG is "I"
         return _from_16_bit(np.asarray(image)).convert("RGB")
     if image.mode in ("I", "F"):
-        raise ValueError("32 bits a pixel have no agreed range; save it with 8 or 16")
+        raise ValueError("32 bits per pixel have no agreed range; save it with 8 or 16")
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         coloured = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", coloured.size, background), coloured).convert("RGB")

@@ -1,4 +1,4 @@
-"""Where published data lies, and where what is made of it is kept."""
+"""The folders of published data and of the cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DATA, CACHE = "FEDPRISM_DATA", "FEDPRISM_CACHE"  # environment variables
 
 
 def root_of(config: DataConfig) -> Path:
-    """The folder with published data: `data.root`, else $FEDPRISM_DATA, else `data` in the cache home.
+    """The folder of published data: `data.root`, else $FEDPRISM_DATA, else `data` in the cache.
 
     >>> root_of(DataConfig(root="/srv/benchmarks")).as_posix()
     '/srv/benchmarks'
@@ -23,7 +23,7 @@ def root_of(config: DataConfig) -> Path:
 
 
 def cache_home() -> Path:
-    """$FEDPRISM_CACHE, else $XDG_CACHE_HOME/fedprism, else ~/.cache/fedprism. All in it can be made again."""
+    """The cache: $FEDPRISM_CACHE, else $XDG_CACHE_HOME/fedprism, else ~/.cache/fedprism. It can be deleted."""
     given = os.environ.get(CACHE)
     if given:
         return _folder(given, f"${CACHE}")
@@ -32,12 +32,12 @@ def cache_home() -> Path:
 
 
 def _folder(given: str, setting: str) -> Path:
-    """A folder that need not be there, but could be; `setting` names another."""
+    """Check that a folder's path is valid; it need not exist. `setting` is named in the error."""
     try:
         path = Path(given).expanduser()
         with suppress(FileNotFoundError, NotADirectoryError):
             path.stat()
-    except (RuntimeError, ValueError, OSError) as error:  # no such user's home; too long; no way to it
+    except (RuntimeError, ValueError, OSError) as error:  # unknown home, too long, or no permission
         why = getattr(error, "strerror", None) or str(error).rstrip(".")
         raise ConfigError(f"the folder {given[:200]!r} cannot be used: {why}. Set {setting} to another.") from None
     return path

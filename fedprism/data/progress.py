@@ -1,4 +1,4 @@
-"""A progress bar for loading that takes a while: on a terminal only, and gone when done."""
+"""A progress bar for slow loading; shown on a terminal only, and removed when done."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PATIENCE = 2.0  # seconds before a bar is shown
 
 @contextmanager
 def progress(label: str, total: int, console: Console | None = None) -> Iterator[Callable[[], None]]:
-    """Gives a function to call after each of `total` steps; `console` is the error stream's unless given."""
+    """Yields a function to call after each of `total` steps; `console` defaults to the error stream."""
     console = console or Console(stderr=True)
     begun, done = time.monotonic(), 0
     shown: list[tuple[Progress, TaskID]] = []

@@ -1,9 +1,9 @@
-"""Where the published datasets are to be had, under which terms, and how their files are named.
+"""Addresses, licences and file names of the published datasets.
 
-Addresses and checksums are those of published lists; each says of which. A file without a published checksum is
-`unverified`: its checksum is recorded at the first download (`<root>/checksums.json`), and a later one must agree.
-The files of a source lie in `<root>/<source>/` under their published names, archives unpacked in place. Of some there
-is a compact form as well (`packed.py`), whose files lie in the root itself; where it is there, nothing is downloaded.
+Addresses and checksums come from published lists, which each entry names. A file without a published checksum is
+`unverified`: its checksum is recorded at the first download (`<root>/checksums.json`), and later downloads must match.
+The files of a source are in `<root>/<source>/` under their published names, archives unpacked in place. Some sources
+also have a compact form (`packed.py`) in the root itself; if it is there, nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.filesize import decimal
 
-from fedprism.data.archives import MOST_FILES, BadArchive, half_unpacked, remove_leftovers, unpack
-from fedprism.data.download import MOST_BYTES, Checksums, NotFetched, byte_bar, digest, fetch, writing
+from fedprism.data.archives import MAX_FILES, BadArchive, half_unpacked, remove_leftovers, unpack
+from fedprism.data.download import MAX_BYTES, Checksums, NotFetched, byte_bar, digest, fetch, writing
 from fedprism.errors import DataError, unknown
 
-Ways = tuple[str, ...]  # patterns of which one must be found
+Ways = tuple[str, ...]  # alternative patterns, one of which must match
 
 
 @dataclass(frozen=True)
-class File:
+class SourceFile:
     """One published file."""
 
     name: str
-    address: str  # where it is fetched, or the page to open where `by_hand`
-    checksum: str | None = None  # md5:... or sha256:...; None: none is published
+    address: str  # URL of the file, or of the page to open if `by_hand`
+    checksum: str | None = None  # md5:... or sha256:...; None: not published
     size: int | None = None
     checksum_from: str = ""  # who published the checksum
-    address_from: str = ""  # who published the address, where that is someone else
+    address_from: str = ""  # who published the address, if not `checksum_from`
     unpack: bool = False
-    keep: tuple[str, ...] = ()  # of an archive, unpack only what agrees with one of these patterns
-    gives: tuple[Ways, ...] = ()  # what a reader then finds in the folder; empty: the file itself
+    keep: tuple[str, ...] = ()  # unpack only members that match one of these patterns
+    gives: tuple[Ways, ...] = ()  # what readers then find in the folder; empty: the file itself
     mirrors: tuple[str, ...] = ()
-    by_hand: bool = False  # nobody offers it to programs
+    by_hand: bool = False  # only a browser can download it
 
     @property
     def expects(self) -> tuple[Ways, ...]:
@@ -48,16 +48,16 @@ class File:
 
 @dataclass(frozen=True)
 class Source:
-    """What is published under one name, in one folder."""
+    """The files published under one name, in one folder."""
 
     name: str
     title: str
-    files: tuple[File, ...]
+    files: tuple[SourceFile, ...]
     licence: str
     cite: str
     note: str = ""
-    most_bytes: int = MOST_BYTES  # an unpacked archive, or a file of unknown size, may be this large
-    most_files: int = MOST_FILES
+    max_bytes: int = MAX_BYTES  # of an unpacked archive, or of a file of unknown size
+    max_files: int = MAX_FILES
 
     @property
     def folder(self) -> str:
@@ -65,7 +65,7 @@ class Source:
 
     @property
     def expects(self) -> tuple[Ways, ...]:
-        """What readers look for in the folder; of each entry one pattern must be found."""
+        """What readers look for in the folder; one pattern per entry must match."""
         return tuple(ways for file in self.files for ways in file.expects)
 
     @property
@@ -75,18 +75,18 @@ class Source:
         return None if None in sizes else sum(size or 0 for size in sizes)
 
     def lacks(self, root: Path) -> list[str]:
-        """The first pattern of everything that is not there."""
+        """The first pattern of each missing entry."""
         return [ways[0] for ways in self.expects if not _found(root / self.folder, ways)]
 
     def compact(self, root: Path) -> list[Path]:
-        """The files of its compact form, where they are all there."""
+        """The files of the compact form, if all of them are there."""
         with looking():
             files = [root / name for name in PACKED.get(self.name, ())]
             return files if all(file.is_file() for file in files) else []
 
 
 def visible(folder: Path, pattern: str) -> list[Path]:
-    """What agrees with a pattern in a folder; nothing hidden, such as an archive that is being unpacked."""
+    """The paths in a folder that match a pattern, except hidden ones, such as an archive being unpacked."""
     with looking():
         found = sorted(folder.glob(pattern))
         return [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
@@ -98,7 +98,7 @@ def _found(folder: Path, ways: Ways) -> bool:
 
 @contextmanager
 def looking() -> Iterator[None]:
-    """Turns what the system refuses, such as a folder that may not be read, into a clear error."""
+    """Turn an `OSError`, such as a folder without read permission, into a clear error."""
     try:
         yield
     except OSError as error:
@@ -116,7 +116,7 @@ _TLLIB = "GitHub thuml/Transfer-Learning-Library, tllib/vision/datasets/pacs.py"
 _PYKALE = "pykale, kale/loaddata/image_access.py"
 _NO_LICENCE = "No licence is stated by those who publish it."
 
-_OFFICE = (  # of Office-31, and as the ten classes are also spelled
+_OFFICE = (  # Office-31's names of the ten classes, then other spellings
     *("back_pack", "bike", "calculator", "headphones", "keyboard"),
     *("laptop_computer", "monitor", "mouse", "mug", "projector"),
     *("*backpack", "*touring-bike", "*head-phones", "*computer-keyboard"),
@@ -128,8 +128,8 @@ _DOMAINNET = (
 )
 
 
-def _mnist(name: str, size: int, sha256: str) -> File:
-    return File(
+def _mnist(name: str, size: int, sha256: str) -> SourceFile:
+    return SourceFile(
         name,
         f"https://storage.googleapis.com/cvdf-datasets/mnist/{name}",
         f"sha256:{sha256}",
@@ -140,23 +140,23 @@ def _mnist(name: str, size: int, sha256: str) -> File:
     )
 
 
-def _svhn(name: str, size: int, sha256: str) -> File:
+def _svhn(name: str, size: int, sha256: str) -> SourceFile:
     where = f"{_TFDS}, datasets/svhn_cropped/checksums.tsv"
-    return File(name, f"http://ufldl.stanford.edu/housenumbers/{name}", f"sha256:{sha256}", size, where)
+    return SourceFile(name, f"http://ufldl.stanford.edu/housenumbers/{name}", f"sha256:{sha256}", size, where)
 
 
-def _usps(name: str, md5: str) -> File:
+def _usps(name: str, md5: str) -> SourceFile:
     address = f"https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/multiclass/{name}"
-    return File(name, address, f"md5:{md5}", None, "torchvision 0.29.2, torchvision/datasets/usps.py")
+    return SourceFile(name, address, f"md5:{md5}", None, "torchvision 0.29.2, torchvision/datasets/usps.py")
 
 
-def _agnews(name: str, md5: str) -> File:
+def _agnews(name: str, md5: str) -> SourceFile:
     address = f"https://raw.githubusercontent.com/mhjabreel/CharCnn_Keras/master/data/ag_news_csv/{name}"
-    return File(name, address, f"md5:{md5}", None, "torchtext 0.18.0, torchtext/datasets/ag_news.py")
+    return SourceFile(name, address, f"md5:{md5}", None, "torchtext 0.18.0, torchtext/datasets/ag_news.py")
 
 
-def _office(domain: str) -> File:
-    return File(
+def _office(domain: str) -> SourceFile:
+    return SourceFile(
         f"{domain}.zip",
         f"https://github.com/pykale/data/raw/main/images/office/{domain}.zip",
         address_from=_PYKALE,
@@ -166,8 +166,8 @@ def _office(domain: str) -> File:
     )
 
 
-def _pacs(domain: str, key: str) -> File:
-    return File(
+def _pacs(domain: str, key: str) -> SourceFile:
+    return SourceFile(
         f"{domain}.tgz",
         f"https://cloud.tsinghua.edu.cn/f/{key}/?dl=1",
         address_from=_TLLIB,
@@ -176,9 +176,9 @@ def _pacs(domain: str, key: str) -> File:
     )
 
 
-def _domainnet(domain: str, folder: str, size: int, md5: str, *lists: tuple[str, int, str]) -> tuple[File, ...]:
+def _domainnet(domain: str, folder: str, size: int, md5: str, *lists: tuple[str, int, str]) -> tuple[SourceFile, ...]:
     base = "http://csr.bu.edu/ftp/visda/2019/multi-source"
-    images = File(
+    images = SourceFile(
         f"{domain}.zip",
         f"{base}/{folder}{domain}.zip",
         f"md5:{md5}",
@@ -189,7 +189,7 @@ def _domainnet(domain: str, folder: str, size: int, md5: str, *lists: tuple[str,
         gives=((domain, f"*/{domain}"),),
     )
     texts = (
-        File(
+        SourceFile(
             f"{domain}_{part}.txt",
             f"{base}/domainnet/txt/{domain}_{part}.txt",
             f"md5:{list_md5}",
@@ -229,7 +229,7 @@ _ALL = (
         "mnist-m",
         "MNIST-M: MNIST digits on patches of photographs, 32x32 colour",
         (
-            File(
+            SourceFile(
                 "mnist_m.tar.gz",
                 "https://cornell.box.com/shared/static/jado7quprg6hzzdubvwzh9umr75damwi",
                 "md5:859df31c91afe82e80e5012ba928f279",
@@ -272,7 +272,7 @@ _ALL = (
         "synth-digits",
         "SynthDigits: rendered digits, 32x32 colour",
         (
-            File(
+            SourceFile(
                 "SynthDigits.zip",
                 "https://drive.google.com/file/d/0B9Z4d7lAwbnTSVR1dEFSRUFxOUU/view",
                 address_from="the authors' page, http://yaroslav.ganin.net",
@@ -289,7 +289,7 @@ _ALL = (
         "Ganin, Lempitsky: Unsupervised domain adaptation by backpropagation. ICML, 2015.",
         "Only on Google Drive, so it must be fetched by hand with a browser. The generator `synth-digits-like` needs "
         "no download, but is not the same data.",
-        most_bytes=8 << 30,
+        max_bytes=8 << 30,
     ),
     Source(
         "office-caltech-10",
@@ -359,13 +359,13 @@ _ALL = (
         "Fair use notice: some of it is copyrighted; for non-commercial research and education only.",
         "Peng et al.: Moment matching for multi-source domain adaptation. ICCV, 2019.",
         "The archives hold all 345 classes; the ten of FedBN's subset are unpacked. The archives may be deleted then.",
-        most_bytes=32 << 30,
+        max_bytes=32 << 30,
     ),
     Source(
         "cifar10",
         "CIFAR-10: objects in ten classes, 32x32 colour",
         (
-            File(
+            SourceFile(
                 "cifar-10-binary.tar.gz",
                 "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
                 "sha256:c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
@@ -385,7 +385,7 @@ _ALL = (
         "cifar100",
         "CIFAR-100: objects in 100 classes of 20 superclasses, 32x32 colour",
         (
-            File(
+            SourceFile(
                 "cifar-100-binary.tar.gz",
                 "https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
                 "sha256:58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec",
@@ -402,7 +402,7 @@ _ALL = (
         "tiny-imagenet",
         "Tiny-ImageNet: objects in 200 classes, 64x64 colour",
         (
-            File(
+            SourceFile(
                 "tiny-imagenet-200.zip",
                 "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
                 "md5:90528d7ca1a48142e341f4ef8d21d0de",
@@ -446,7 +446,7 @@ _ALL = (
 
 SOURCES: dict[str, Source] = {source.name: source for source in _ALL}
 
-# The compact form of a source: files that lie in the root itself.
+# The compact form of a source: files in the root itself.
 PACKED = {
     "agnews": ("agnews_train.csv.gz", "agnews_test.csv.gz"),
     "cifar10": ("cifar10.npz",),
@@ -460,16 +460,16 @@ PACKED = {
     "usps": ("digits_usps.npz",),
 }
 
-# Datasets that are made of other names' files.
+# Datasets that use the files of other sources.
 _MADE_OF = {
     "digits-five": ("mnist", "mnist-m", "svhn", "usps", "synth-digits"),
     "cifar100-super": ("cifar100",),
 }
-NAMES = (*_MADE_OF, *SOURCES)  # all that can be prepared
+NAMES = (*_MADE_OF, *SOURCES)  # all names that `prepare` accepts
 
 
 def sources_of(name: str) -> tuple[Source, ...]:
-    """The sources of a dataset, or of one of its parts.
+    """The sources of a dataset or of one of its domains.
 
     >>> [source.name for source in sources_of("digits-five")]
     ['mnist', 'mnist-m', 'svhn', 'usps', 'synth-digits']
@@ -480,15 +480,15 @@ def sources_of(name: str) -> tuple[Source, ...]:
 
 
 def is_there(name: str, root: Path) -> bool:
-    """Is all of a dataset where readers look for it, as published or in its compact form?"""
+    """Whether all files of a dataset are there, as published or in compact form."""
     return all(not source.lacks(root) or source.compact(root) for source in sources_of(name))
 
 
 def missing(name: str, root: Path, detail: str = "") -> DataError:
-    """The error for files that are not there: which, how to get them, and where to put them by hand."""
+    """The error for missing files: which ones, how to download them, and where to put them by hand."""
     sources = sources_of(name)
     lines = [f"{name}: files are missing in {root}. {detail}".rstrip()]
-    whole = not any(source.lacks(root) for source in sources)  # then the reader that asks knows better
+    whole = not any(source.lacks(root) for source in sources)  # the caller then misses something inside the folders
     if whole:
         folders = ", ".join(str(root / source.folder) for source in sources)
         lines.append(f"`fedprism data prepare {name}` repairs what it has unpacked. Else move {folders} away and run")
@@ -515,11 +515,11 @@ def missing(name: str, root: Path, detail: str = "") -> DataError:
 
 
 def prepare(name: str, root: Path, console: Console | None = None) -> None:
-    """Download what is missing of a dataset, check it, and unpack it; shows licence and citation first."""
+    """Print a dataset's licence and citation, then download, verify and unpack its missing files."""
     sources = sources_of(name)
     console = console or Console()
-    if is_there(name, root) and not os.access(root, os.W_OK):  # a shared folder that others filled
-        _say(console, f"{name}: all files are there already, in {root}.")
+    if is_there(name, root) and not os.access(root, os.W_OK):  # a shared, read-only folder
+        _print(console, f"{name}: all files are there already, in {root}.")
         return
     with writing(f"{root} cannot be used"):
         root.mkdir(parents=True, exist_ok=True)
@@ -527,7 +527,7 @@ def prepare(name: str, root: Path, console: Console | None = None) -> None:
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            _say(console, f"Another process downloads into {root}; waiting for it.")
+            _print(console, f"Another process downloads into {root}; waiting for it.")
             lock.acquire()
     by_hand: list[str] = []
     try:
@@ -545,15 +545,15 @@ def prepare(name: str, root: Path, console: Console | None = None) -> None:
 
 
 def _prepare(source: Source, root: Path, seen: Checksums, console: Console) -> list[str]:
-    """Do one source, and return what is to be done by hand."""
+    """Prepare one source, and return what must be downloaded by hand."""
     folder = root / source.folder
     size = f" ({decimal(source.size)} to download)" if source.size else ""
-    _say(console, f"{source.title}{size}\n  folder: {folder}\n  licence: {source.licence}\n  cite: {source.cite}")
+    _print(console, f"{source.title}{size}\n  folder: {folder}\n  licence: {source.licence}\n  cite: {source.cite}")
     if source.note:
-        _say(console, f"  note: {source.note}")
+        _print(console, f"  note: {source.note}")
     compact = source.compact(root)
     if compact and len(source.lacks(root)) == len(source.expects):
-        _say(console, f"  the compact form is there, so nothing is downloaded: {', '.join(map(str, compact))}")
+        _print(console, f"  the compact form is there, so nothing is downloaded: {', '.join(map(str, compact))}")
         return []
     remove_leftovers(folder)
     by_hand, changed = [], False
@@ -562,9 +562,9 @@ def _prepare(source: Source, root: Path, seen: Checksums, console: Console) -> l
         there = all(_found(folder, ways) for ways in file.expects) and not half_unpacked(path, folder)
         if there and (file.unpack or not path.exists()):
             continue
-        key, lay_there = f"{source.name}/{file.name}", path.exists()
+        key, existed = f"{source.name}/{file.name}", path.exists()
         known = key in seen.files
-        if lay_there:
+        if existed:
             changed |= _check(source, file, path, seen, console)
         elif file.by_hand:
             by_hand.append(f"  {file.address}\n    save it as {path}")
@@ -577,15 +577,15 @@ def _prepare(source: Source, root: Path, seen: Checksums, console: Console) -> l
                 _unpack(source, file, path, console)
             except BadArchive as error:
                 if file.checksum is not None or known:
-                    raise DataError(f"{error}{' Remove it first.' if lay_there else ''}") from error
-                seen.forget(key)  # what cannot be unpacked must not be what later downloads are held to
-                if not lay_there:
+                    raise DataError(f"{error}{' Remove it first.' if existed else ''}") from error
+                seen.forget(key)  # later downloads must not have to match a file that cannot be unpacked
+                if not existed:
                     path.unlink()
-                raise DataError(f"{error} {'Remove it first.' if lay_there else 'It was removed.'}") from error
+                raise DataError(f"{error} {'Remove it first.' if existed else 'It was removed.'}") from error
             changed = True
     lacks = source.lacks(root)
     if not changed and not lacks:
-        _say(console, "  all files are there already.")
+        _print(console, "  all files are there already.")
     elif lacks and not by_hand:
         raise DataError(
             f"{source.name}: everything was downloaded, but {', '.join(lacks)} is not in {folder}. The published "
@@ -594,13 +594,13 @@ def _prepare(source: Source, root: Path, seen: Checksums, console: Console) -> l
     return by_hand
 
 
-def _download(source: Source, file: File, path: Path, seen: Checksums, console: Console) -> None:
+def _download(source: Source, file: SourceFile, path: Path, seen: Checksums, console: Console) -> None:
     key = f"{source.name}/{file.name}"
     expected, origin = file.checksum, f"published by {file.checksum_from}"
     if expected is None and (expected := seen.of(key)) is not None:
         origin = f"recorded at the first download in {seen.path}; remove its entry there to accept another file"
     size = f", {decimal(file.size)}" if file.size else ""
-    _say(console, f"  {file.name}: downloading{size}, {file.address}")
+    _print(console, f"  {file.name}: downloading{size}, {file.address}")
     with byte_bar(file.name, console) as report:
         addresses = (file.address, *file.mirrors)
         address = fetch(
@@ -609,14 +609,14 @@ def _download(source: Source, file: File, path: Path, seen: Checksums, console: 
             checksum=expected,
             origin=origin,
             size=file.size,
-            most=source.most_bytes,
+            max_bytes=source.max_bytes,
             report=report,
         )
     _record(source, file, path, expected, address, seen, console)
 
 
-def _check(source: Source, file: File, path: Path, seen: Checksums, console: Console) -> bool:
-    """Check a file that lies there, once; False: that was done before."""
+def _check(source: Source, file: SourceFile, path: Path, seen: Checksums, console: Console) -> bool:
+    """Verify an existing file once; return False if that was done before."""
     key = f"{source.name}/{file.name}"
     known = seen.files.get(key)
     if known and known.get("size") == path.stat().st_size and known["checksum"] == (file.checksum or known["checksum"]):
@@ -636,31 +636,31 @@ def _check(source: Source, file: File, path: Path, seen: Checksums, console: Con
 
 
 def _record(
-    source: Source, file: File, path: Path, checksum: str | None, address: str, seen: Checksums, console: Console
+    source: Source, file: SourceFile, path: Path, checksum: str | None, address: str, seen: Checksums, console: Console
 ) -> None:
     verified = file.checksum is not None
-    made = checksum or digest(path)
-    seen.record(f"{source.name}/{file.name}", made, path.stat().st_size, address, verified)
+    actual = checksum or digest(path)
+    seen.record(f"{source.name}/{file.name}", actual, path.stat().st_size, address, verified)
     if verified:
-        _say(console, f"  {file.name}: verified, {made} ({file.checksum_from})")
+        _print(console, f"  {file.name}: verified, {actual} ({file.checksum_from})")
     elif checksum:
-        _say(console, f"  {file.name}: unverified, but the same as at the first download, {made}")
+        _print(console, f"  {file.name}: unverified, but the same as at the first download, {actual}")
     else:
-        _say(console, f"  {file.name}: unverified, as no checksum is published; recorded in {seen.path}: {made}")
+        _print(console, f"  {file.name}: unverified, as no checksum is published; recorded in {seen.path}: {actual}")
 
 
-def _unpack(source: Source, file: File, path: Path, console: Console) -> None:
+def _unpack(source: Source, file: SourceFile, path: Path, console: Console) -> None:
     with byte_bar(f"{file.name}: unpacking", console) as report:
         unpack(
             path,
             path.parent,
             keep=file.keep,
-            most_bytes=source.most_bytes,
-            most_files=source.most_files,
+            max_bytes=source.max_bytes,
+            max_files=source.max_files,
             report=report,
         )
-    _say(console, f"  {file.name}: unpacked; it may be deleted ({decimal(path.stat().st_size)})")
+    _print(console, f"  {file.name}: unpacked; it may be deleted ({decimal(path.stat().st_size)})")
 
 
-def _say(console: Console, text: str) -> None:
+def _print(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)

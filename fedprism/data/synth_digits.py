@@ -1,11 +1,11 @@
-"""`synth-digits-like`: digits drawn after the recipe of SynthDigits, which it stands in for and is not.
+"""`synth-digits-like`: a stand-in for SynthDigits, rendered after its recipe.
 
-Ganin and Lempitsky ("Unsupervised Domain Adaptation by Backpropagation", 2015) describe theirs as about 500,000 images
-made from Windows fonts by varying the text (numbers of one, two and three digits), its position and orientation, the
-colours of stroke and background, and the amount of blur; the label is the digit in the middle, and the strengths were
-chosen by hand to look like house numbers. Here the same things vary, by strengths of our own. What differs: one font,
-the one that comes with Pillow, so that the images need no file and are the same on every machine; its weight, width
-and slant vary instead, and some digits have an outline. Results on these images are no results on SynthDigits.
+Ganin and Lempitsky ("Unsupervised Domain Adaptation by Backpropagation", 2015) describe SynthDigits as about 500,000
+images made from Windows fonts by varying the text (numbers of one, two and three digits), its position and
+orientation, the colours of stroke and background, and the amount of blur. The label is the middle digit. The authors
+chose the strengths by hand to look like house numbers. This generator varies the same properties with its own
+strengths. It has one font, Pillow's own, so that the images need no file and are the same on every machine; weight,
+width and slant vary instead, and some digits have an outline. Results on these images are not results on SynthDigits.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from torch.nn.functional import affine_grid, avg_pool2d, grid_sample, pad
 from fedprism import keys
 from fedprism.config import DataConfig, setting
 from fedprism.data.base import DATASETS, WITH_OPTIONS, Dataset, options, side
-from fedprism.data.cache import Store, converted
+from fedprism.data.cache import ArrayWriter, converted
 from fedprism.errors import DataError
 
 NAME = "synth-digits-like"
-VERSION = 1  # of the images: a change of how they look needs a new one
-OWN_SIDE = 32  # as the original's
+VERSION = 1  # of the images; increase it if they change
+OWN_SIDE = 32  # as the original
 TEST_SHARE = 0.2  # 1860 of 9298
-SMALLEST, LARGEST = 16, 256  # pixels a side
-MOST = 10_000_000  # images of a part
-BLOCK = 128  # images drawn at once: always so many, as the last bits may follow the size of a batch
+SMALLEST, LARGEST = 16, 256  # pixels per side
+MAX_IMAGES = 10_000_000  # per split
+BLOCK = 128  # images drawn at once; a constant, as the last bits may depend on the batch size
 
-TILE, FONT = 128, 128  # pixels: of the square that a digit is drawn on, and of the font
-WEIGHTS = (-2, 0, 2, 4, 6, 9)  # pixels that the pen is wider than the font's; below 0: thinner
+TILE, FONT = 128, 128  # pixels: size of a digit's tile and of the font
+WEIGHTS = (-2, 0, 2, 4, 6, 9)  # pixels added to the font's stroke width
 OUTLINE = 8  # pixels
-HEIGHT, ADVANCE = 0.71, 0.58  # of a digit, as shares of the tile
-CONTRAST = 0.35  # least difference of brightness between pen and ground
-NUMBERS = 28  # random numbers an image
+HEIGHT, ADVANCE = 0.71, 0.58  # of a digit, as fractions of the tile
+CONTRAST = 0.35  # minimum difference of brightness between pen and ground
+NUMBERS = 28  # random numbers per image
 
 
 @dataclass(frozen=True)
 class Options:
-    """What may follow the name."""
+    """The options after the name."""
 
-    train: int = setting(7438, "training images", lambda v: 1 <= v <= MOST, f"1 to {MOST:,}")
-    test: int = setting(1860, "test images", lambda v: 1 <= v <= MOST, f"1 to {MOST:,}")
-    seed: int = setting(0, "of the images; the same images for every seed of a run")
+    train: int = setting(7438, "training images", lambda v: 1 <= v <= MAX_IMAGES, f"1 to {MAX_IMAGES:,}")
+    test: int = setting(1860, "test images", lambda v: 1 <= v <= MAX_IMAGES, f"1 to {MAX_IMAGES:,}")
+    seed: int = setting(0, "seed of the images; independent of the run's seed")
 
 
 WITH_OPTIONS.add(NAME)
@@ -58,16 +58,16 @@ WITH_OPTIONS.add(NAME)
 
 @DATASETS.register(NAME)
 def loader(config: DataConfig, seed: int) -> Dataset:
-    """Drawn digits after the recipe of SynthDigits, not the original; made here, no download; ?train=7438,test=1860."""
+    """Digits rendered after the recipe of SynthDigits, not the original; no download; ?train=7438,test=1860."""
     given, size = options(config, Options), side(config, OWN_SIDE)
     _check_side(size)
 
-    def convert(store: Store) -> None:
-        inputs = store.inputs((given.train + given.test, 3, size, size))
-        store.columns["labels"] = np.empty(len(inputs), dtype=np.int64)
-        with store.progress(_blocks(given.train) + _blocks(given.test)) as step:
+    def convert(writer: ArrayWriter) -> None:
+        inputs = writer.inputs((given.train + given.test, 3, size, size))
+        writer.columns["labels"] = np.empty(len(inputs), dtype=np.int64)
+        with writer.progress(_blocks(given.train) + _blocks(given.test)) as step:
             for place, images, labels in _pieces(size, given.seed, given.train, given.test):
-                inputs[place], store.columns["labels"][place] = images.numpy(), labels.numpy()
+                inputs[place], writer.columns["labels"][place] = images.numpy(), labels.numpy()
                 step()
 
     settings = {"side": size, "seed": given.seed, "train": given.train, "test": given.test}
@@ -88,7 +88,7 @@ def loader(config: DataConfig, seed: int) -> Dataset:
 def synth_digits_like(side: int, seed: int, train: int, test: int) -> tuple[Tensor, Tensor, Tensor]:
     """Images uint8 [n, 3, side, side], labels int64 [n] and is_test bool [n]; the training images come first.
 
-    An image depends on the seed, the side, its part and its place there, not on how many there are.
+    An image depends on the seed, the side, its split and its index there, not on the number of images.
 
     >>> images, labels, is_test = synth_digits_like(32, 0, train=3, test=2)
     >>> images.shape, is_test.tolist()
@@ -114,10 +114,10 @@ def _blocks(n: int) -> int:
 
 
 def _pieces(side: int, seed: int, train: int, test: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Where some images belong, the images, and their labels."""
-    for part, start, n in (("train", 0, train), ("test", train, test)):
+    """Yield blocks: their slice of the dataset, the images and the labels."""
+    for split, start, n in (("train", 0, train), ("test", train, test)):
         for block in range(_blocks(n)):
-            images, labels = _drawn(side, seed, part, block)
+            images, labels = _drawn(side, seed, split, block)
             here = min(BLOCK, n - block * BLOCK)
             first = start + block * BLOCK
             yield slice(first, first + here), images[:here], labels[:here]
@@ -127,7 +127,7 @@ def _pieces(side: int, seed: int, train: int, test: int) -> Iterator[tuple[slice
 
 
 class _Numbers:
-    """The random numbers [images, NUMBERS] of a block, taken column after column."""
+    """The random numbers [images, NUMBERS] of a block, used column by column."""
 
     def __init__(self, uniform: Tensor) -> None:
         self._uniform, self._next = uniform, 0
@@ -143,12 +143,12 @@ class _Numbers:
         return self.between(0, n).flatten().long().clamp(max=n - 1)
 
 
-def _drawn(side: int, seed: int, part: str, block: int) -> tuple[Tensor, Tensor]:
+def _drawn(side: int, seed: int, split: str, block: int) -> tuple[Tensor, Tensor]:
     """The images and labels of one block."""
     uniform = np.empty((BLOCK, NUMBERS), dtype=np.float32)
     grain = np.empty((BLOCK, 3, side, side), dtype=np.float32)
     for i in range(BLOCK):
-        rng = keys.numpy_generator(seed, NAME, part, block * BLOCK + i)
+        rng = keys.numpy_generator(seed, NAME, split, block * BLOCK + i)
         rng.random(dtype=np.float32, out=uniform[i])
         rng.standard_normal(dtype=np.float32, out=grain[i])
     with keys.one_thread():
@@ -162,7 +162,7 @@ def _drawn(side: int, seed: int, part: str, block: int) -> tuple[Tensor, Tensor]
 
 
 class _Text(NamedTuple):
-    """The digits of a number, [images] each; 10 is none."""
+    """The digits of a number, [images] each; 10 means no digit."""
 
     left: Tensor
     middle: Tensor
@@ -170,32 +170,32 @@ class _Text(NamedTuple):
 
 
 def _text(numbers: _Numbers) -> _Text:
-    """Numbers of one, two and three digits; of two, the one beside the label stands on either side."""
+    """Numbers of one, two and three digits; with two, the other digit is left or right of the label."""
     middle, left, right, shape = (numbers.below(n) for n in (10, 10, 10, 4))
     none = torch.full_like(middle, 10)
     return _Text(torch.where((shape & 1) == 1, left, none), middle, torch.where((shape & 2) == 2, right, none))
 
 
 def _written(text: _Text, side: int, numbers: _Numbers) -> Tensor:
-    """[images, 1, 2, side, side] of 0 to 1: where the pen is, and where pen or outline are."""
+    """[images, 1, 2, side, side] of 0 to 1: masks of the pen, and of pen and outline."""
     n = len(text.middle)
     angle = numbers.between(-22, 22).flatten() * (np.pi / 180)
     slant = numbers.between(-0.25, 0.25).flatten()
-    height = numbers.between(0.5, 0.85).flatten() / HEIGHT  # of a tile, as shares of the image
+    height = numbers.between(0.5, 0.85).flatten() / HEIGHT  # of a tile, as fractions of the image
     width = height * numbers.between(0.75, 1.2).flatten()
     weight = numbers.below(len(WEIGHTS))
     wider = 2 * torch.tensor(WEIGHTS)[weight] / TILE
     apart = 2 * (ADVANCE * numbers.between(0.92, 1.12).flatten() + wider)  # a tile is 2 wide
-    # From a place in the image back to one on the digit's tile: turned back, set upright, enlarged.
+    # The inverse transform, from image to tile coordinates: rotate back, remove the slant, scale.
     turn = torch.stack([angle.cos(), angle.sin(), -angle.sin(), angle.cos()], 1).view(n, 2, 2)
     back = torch.zeros(n, 2, 2)
     back[:, 0, 0], back[:, 0, 1], back[:, 1, 1] = 1 / width, slant / width, 1 / height
     back = back @ turn
     shift = -(back @ numbers.between(-0.13, 0.13, 2).unsqueeze(2))
     ink = torch.zeros(n, 2, 2 * side, 2 * side)
-    for digit, place in zip(text, (-1, 0, 1), strict=True):
+    for digit, position in zip(text, (-1, 0, 1), strict=True):
         theta = torch.cat([back, shift], 2)
-        theta[:, 0, 2] -= place * apart
+        theta[:, 0, 2] -= position * apart
         grid = affine_grid(theta.contiguous(), [n, 2, 2 * side, 2 * side], align_corners=False)
         tiles = _tiles()[digit, weight]
         ink = torch.maximum(ink, grid_sample(tiles, grid, mode="bilinear", align_corners=False))
@@ -203,7 +203,7 @@ def _written(text: _Text, side: int, numbers: _Numbers) -> Tensor:
 
 
 def _coloured(fill: Tensor, outline: Tensor, numbers: _Numbers) -> Tensor:
-    """[images, 3, side, side]: a shaded ground, an outline at some, and the pen."""
+    """[images, 3, side, side]: a shaded ground, an outline on some images, and the pen."""
     n, side = len(fill), fill.shape[-1]
     ground = numbers.between(0, 1, 3)
     pen = _standing_out(numbers.between(0, 1, 3), ground)
@@ -219,7 +219,7 @@ def _coloured(fill: Tensor, outline: Tensor, numbers: _Numbers) -> Tensor:
 
 
 def _standing_out(pen: Tensor, ground: Tensor) -> Tensor:
-    """The colours [images, 3], as much white or black mixed in as the contrast needs."""
+    """The colours [images, 3], mixed with as much white or black as the contrast requires."""
     own, other = (colour @ torch.tensor([[0.299], [0.587], [0.114]]) for colour in (pen, ground))
     brighter = ((own >= other) | (other < CONTRAST)) & (other <= 1 - CONTRAST)
     white = ((other + CONTRAST - own) / (1 - own).clamp(min=1e-6)).clamp(0, 1)
@@ -228,7 +228,7 @@ def _standing_out(pen: Tensor, ground: Tensor) -> Tensor:
 
 
 def _blurred(images: Tensor, sigma: Tensor) -> Tensor:
-    """A Gaussian blur of each image's own strength in pixels."""
+    """A Gaussian blur with one standard deviation per image, in pixels."""
     reach = max(1, round(3 * float(sigma.max())))
     steps = torch.arange(-reach, reach + 1)
     bell = torch.exp(-((steps / sigma.unsqueeze(1)) ** 2) / 2)
@@ -245,7 +245,7 @@ def _blurred(images: Tensor, sigma: Tensor) -> Tensor:
 
 @cache
 def _tiles() -> Tensor:
-    """[11, weights, 2, TILE / 2, TILE / 2]: every digit in every weight, without and with outline; then none."""
+    """[11, weights, 2, TILE / 2, TILE / 2]: each digit in each weight, without and with outline; the last is empty."""
     try:
         font = ImageFont.load_default(FONT)
     except (ImportError, TypeError) as error:  # built without FreeType, or older than 10.1
@@ -262,7 +262,7 @@ def _tiles() -> Tensor:
 
 
 def _tile(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, stroke: int) -> NDArray[np.float32]:
-    """A digit of a pen that is `stroke` pixels wider, in the middle of its tile."""
+    """A digit with a stroke that is `stroke` pixels wider, centred on its tile."""
     tile = Image.new("L", (TILE, TILE))
     draw = ImageDraw.Draw(tile)
     left, top, right, bottom = draw.textbbox((0, 0), text, font=font)

@@ -1,7 +1,7 @@
-"""`synthetic`: a federation of any size, made on the spot, with the strength of each skew as a number.
+"""`synthetic`: a generated federation of any size, with adjustable strength of each skew.
 
 `synthetic?clients=10000,samples=50,label_skew=0.5`. A class is a smooth random pattern and an image is its class's
-pattern under noise, so that a linear model can learn it. With all skews at 0 clients differ by nothing but noise.
+pattern with noise, so that a linear model can learn it. With all skews at 0, clients differ only by noise.
 """
 
 from __future__ import annotations
@@ -24,32 +24,37 @@ Indices = NDArray[np.int64]
 
 NAME = "synthetic"
 OWN_SIDE = 16  # pixels
-SMALLEST, LARGEST = 4, 512  # pixels a side
-LEAST = 4  # images a client: one to test on, and some to train on
+SMALLEST, LARGEST = 4, 512  # pixels per side
+MIN_SAMPLES = 4  # images per client: one for the test and some for training
 TEST_SHARE = 0.2
-COARSE = 4  # a pattern is this many random numbers a side, made smooth
-SPREAD = 45.0  # of pixels around 127.5, so that few leave 0 to 255
-OF_A_CLIENT, OF_A_CLASS, OF_AN_IMAGE = 300, 600, 40  # bytes, roughly, beside the pixels: names, numbers, objects
-PIECE = 1 << 20  # pixels made at once: the rest of the memory is the result's
+COARSE = 4  # a pattern is interpolated from 4 x 4 random numbers
+SPREAD = 45.0  # standard deviation of pixels around 127.5, so that few leave 0 to 255
+CLIENT_BYTES, CLASS_BYTES, IMAGE_BYTES = 300, 600, 40  # roughly, without the pixels: names, numbers, objects
+PIECE = 1 << 20  # pixels made at once, so that most of the memory is the result's
 
 
 @dataclass(frozen=True)
 class Options:
-    """What may follow the name."""
+    """The options after the name."""
 
-    clients: int = setting(10, "how many", positive, "1 or more")
-    samples: int = setting(100, "images a client, of all parts together", lambda v: v >= LEAST, f"{LEAST} or more")
-    classes: int = setting(10, "how many", lambda v: v >= 2, "2 or more")
-    channels: int = setting(3, "of an image", positive, "1 or more")
-    label_skew: float = setting(0.0, "share of a client's images that are of one class, its own", share, "0 to 1")
+    clients: int = setting(10, "number of clients", positive, "1 or more")
+    samples: int = setting(
+        100,
+        "mean number of images per client, all splits together",
+        lambda v: v >= MIN_SAMPLES,
+        f"{MIN_SAMPLES} or more",
+    )
+    classes: int = setting(10, "number of classes", lambda v: v >= 2, "2 or more")
+    channels: int = setting(3, "channels of an image", positive, "1 or more")
+    label_skew: float = setting(0.0, "share of a client's images that are of its own class", share, "0 to 1")
     feature_skew: float = setting(
-        0.0, "how far a client's colours, contrast and background are its own", lambda v: 0 <= v <= 5, "0 to 5"
+        0.0, "how much colours, contrast and background differ between clients", lambda v: 0 <= v <= 5, "0 to 5"
     )
     size_skew: float = setting(
         0.0, "standard deviation of the logarithm of clients' sizes", lambda v: 0 <= v <= 5, "0 to 5"
     )
-    concept: float = setting(0.0, "share of clients at which labels stand for other patterns", share, "0 to 1")
-    noise: float = setting(1.0, "strength of noise beside the patterns", lambda v: 0 <= v <= 100, "0 to 100")
+    concept: float = setting(0.0, "share of clients whose labels are permuted", share, "0 to 1")
+    noise: float = setting(1.0, "strength of the noise relative to the patterns", lambda v: 0 <= v <= 100, "0 to 100")
 
 
 WITH_OPTIONS.add(NAME)
@@ -57,12 +62,12 @@ WITH_OPTIONS.add(NAME)
 
 @DATASETS.register(NAME)
 def synthetic(config: DataConfig, seed: int) -> Dataset:
-    """A federation of any size, made here, no download: synthetic?clients=20,samples=60,label_skew=0.5.
+    """A generated federation of any size, no download: synthetic?clients=20,samples=60,label_skew=0.5.
 
-    label_skew: this share of a client's images is of its own class, the rest is spread evenly; 1 is one class a client.
-    feature_skew: a client's colours are turned, its contrast is changed and a pattern is added, by this strength.
-    size_skew: sizes are 4 and a log-normal number of this deviation, `samples` on average; 0 is equal sizes.
-    concept: at this share of clients every label stands for the pattern of another class.
+    label_skew: share of a client's images of its own class; the rest is spread evenly. 1: one class per client.
+    feature_skew: strength of a client's rotation of colours, change of contrast and added pattern.
+    size_skew: a size is 4 plus a log-normal number with this deviation, `samples` on average; 0: equal sizes.
+    concept: share of clients at which each label belongs to the pattern of another class.
 
     >>> dataset = synthetic(DataConfig("synthetic?clients=3,samples=20"), seed=0)
     >>> dataset.domain_names, len(dataset), dataset.shape
@@ -71,7 +76,7 @@ def synthetic(config: DataConfig, seed: int) -> Dataset:
     given, size = options(config, Options), side(config, OWN_SIDE)
     if not SMALLEST <= size <= LARGEST:
         raise DataError(f"{NAME}: data.image_size is {size}; expected {SMALLEST} to {LARGEST}, such as 16.")
-    _refuse_too_much(given, size)
+    _check_memory(given, size)
     names = _names(given.clients)
     wanted = chosen_domains(config, names)
     number = {name: i for i, name in enumerate(names)}
@@ -99,22 +104,22 @@ def synthetic(config: DataConfig, seed: int) -> Dataset:
     )
 
 
-def _refuse_too_much(given: Options, size: int) -> None:
-    """Before anything of that size is made: a machine without enough memory ends the process without a word."""
+def _check_memory(given: Options, size: int) -> None:
+    """Refuse a dataset that does not fit into memory: the system would kill the process without a message."""
     images, pixels = given.clients * given.samples, given.channels * size**2
-    needed = given.clients * OF_A_CLIENT + images * (OF_AN_IMAGE + pixels) + given.classes * (OF_A_CLASS + 8 * pixels)
-    needed += 12 * given.channels**2 if given.feature_skew else 0  # a client's colours are turned by such a matrix
-    there = _memory()
-    if there is not None and needed > there:
+    needed = given.clients * CLIENT_BYTES + images * (IMAGE_BYTES + pixels) + given.classes * (CLASS_BYTES + 8 * pixels)
+    needed += 12 * given.channels**2 if given.feature_skew else 0  # the matrix that rotates a client's colours
+    available = _memory()
+    if available is not None and needed > available:
         raise DataError(
             f"{NAME}: {given.clients:,} clients x {given.samples:,} images of {given.channels:,} x {size} x {size}, "
             f"and {given.classes:,} patterns, need {needed / 2**30:,.1f} GiB, and this machine has "
-            f"{there / 2**30:,.1f}; ask for fewer or smaller ones."
+            f"{available / 2**30:,.1f}; choose fewer or smaller ones."
         )
 
 
 def _memory() -> int | None:
-    """Bytes of this machine, where the system says so."""
+    """Memory of this machine in bytes; None if unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # Windows
@@ -122,35 +127,35 @@ def _memory() -> int | None:
 
 
 def _names(clients: int) -> tuple[str, ...]:
-    """client-0001 and so on, in an order that sorting keeps."""
+    """client-0001 and so on, padded so that they sort in order."""
     digits = max(4, len(str(clients)))
     return tuple(f"client-{i + 1:0{digits}d}" for i in range(clients))
 
 
-# --- who has what ----------------------------------------------------------------------------------------------------
+# --- sizes and labels ------------------------------------------------------------------------------------------------
 
 
 def _sizes(given: Options, seed: int) -> Indices:
-    """Images of every client: LEAST, and what is above it on average dealt in log-normal shares, to the last image."""
+    """Images per client: MIN_SAMPLES each, and the rest of the total in log-normal shares."""
     normal = keys.numpy_generator(seed, NAME, "sizes").standard_normal(given.clients)
     weights = np.exp(given.size_skew * (normal - normal.max()))
-    exact = weights / weights.sum() * (given.samples - LEAST) * given.clients
+    exact = weights / weights.sum() * (given.samples - MIN_SAMPLES) * given.clients
     sizes: Indices = np.floor(exact).astype(np.int64)
-    short = (given.samples - LEAST) * given.clients - int(sizes.sum())
+    short = (given.samples - MIN_SAMPLES) * given.clients - int(sizes.sum())
     sizes[np.argsort(sizes - exact, kind="stable")[:short]] += 1
-    return sizes + LEAST
+    return sizes + MIN_SAMPLES
 
 
 def _labels(given: Options, seed: int, clients: Indices, sizes: Indices, domains: Indices) -> Indices:
-    """First a client's own class, then all classes in turn from a start of its own."""
+    """First a client's own class, then all classes in turn from a random start."""
     first = keys.numpy_generator(seed, NAME, "labels").integers(given.classes, size=given.clients)[clients]
     own = np.floor(given.label_skew * sizes + 0.5).astype(np.int64)
-    nth = np.arange(len(domains)) - np.repeat(np.cumsum(sizes) - sizes + own, sizes)  # below 0: of its own class
+    nth = np.arange(len(domains)) - np.repeat(np.cumsum(sizes) - sizes + own, sizes)  # below 0: its own class
     return np.where(nth < 0, (clients % given.classes)[domains], (first[domains] + nth) % given.classes)
 
 
 def _shifts(given: Options, seed: int) -> list[int]:
-    """By how much each client's labels are shifted against the patterns."""
+    """The shift of each client's labels against the patterns."""
     rng = keys.numpy_generator(seed, NAME, "concept")
     order, shifts = rng.permutation(given.clients), rng.integers(1, given.classes, size=given.clients)
     shifts[order[int(given.concept * given.clients + 0.5) :]] = 0
@@ -161,7 +166,7 @@ def _shifts(given: Options, seed: int) -> list[int]:
 
 
 def _pattern(channels: int, size: int, *purpose: int | str) -> Tensor:
-    """[channels, size, size], smooth, of mean 0 and deviation 1; the same picture at every size."""
+    """[channels, size, size], smooth, with mean 0 and standard deviation 1; the same picture at every size."""
     rng = keys.generator(NAME, *purpose)
     coarse = torch.randn(1, channels, COARSE, COARSE, generator=rng)
     smooth = interpolate(coarse, (size, size), mode="bicubic", align_corners=True)[0]
@@ -169,11 +174,11 @@ def _pattern(channels: int, size: int, *purpose: int | str) -> Tensor:
 
 
 def _fill(images: Tensor, shown: Tensor, patterns: Tensor, given: Options, seed: int, client: int) -> None:
-    """One client's images, a piece at a time; `shown` are the numbers of their patterns."""
+    """Fill one client's images piece by piece; `shown` are the indices of their patterns."""
     channels, size = patterns.shape[1:3]
     rng = keys.generator(NAME, seed, "noise", client)
     strength = given.feature_skew
-    # All images of a federation are scaled alike, so that few pixels leave 0 to 255 whatever is asked for.
+    # All images of a federation have the same scale, so that few pixels leave 0 to 255 with any options.
     scale = SPREAD / (1 + given.noise**2 + strength**2) ** 0.5
     if strength:
         own = keys.generator(NAME, seed, "client", client)

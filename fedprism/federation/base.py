@@ -1,9 +1,10 @@
-"""What a federation is: clients, each with train, validation and test images of its own."""
+"""The `Federation` class: clients, each with its own training, validation and test images."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -11,24 +12,24 @@ import torch
 from torch import Tensor
 
 from fedprism import keys
-from fedprism.config import SPLITS as PARTS
-from fedprism.config import DataConfig, structure
+from fedprism.config import SPLITS, DataConfig, structure
 from fedprism.data import check_names
 from fedprism.errors import DataError, unknown
 from fedprism.federation.splits import check_shares, split
 
-SHOWN = 20  # clients that a repr lists
+SHOWN = 20  # clients in a repr
+DIGESTED_AT_ONCE = 1024  # images, so that a memory-mapped file is not copied as a whole
 
 
 class Split:
-    """One part of a client's data. Images stay uint8; `fedprism.data.normalise` makes them what a model sees.
+    """The training, validation or test data of a client. Images are uint8; `fedprism.data.normalise` converts them.
 
-    Its images are a tensor of its own or, by `Split.of`, rows of one that all clients have in common, such as a
-    memory-mapped file: these are gathered when they are asked for.
+    The images are a tensor or, with `Split.of`, rows of a tensor that all clients share, such as a memory-mapped file.
+    Shared rows are gathered when they are used.
 
     >>> everything = torch.arange(12, dtype=torch.uint8).view(4, 3, 1, 1)
-    >>> part = Split.of(everything, torch.tensor([3, 1]), torch.tensor([0, 1]))
-    >>> part.batch(torch.tensor([1])).flatten().tolist()
+    >>> split = Split.of(everything, torch.tensor([3, 1]), torch.tensor([0, 1]))
+    >>> split.batch(torch.tensor([1])).flatten().tolist()
     [3, 4, 5]
     """
 
@@ -39,7 +40,7 @@ class Split:
 
     @classmethod
     def of(cls, source: Tensor, rows: Tensor, y: Tensor) -> Split:
-        """Rows of `source`, which is neither copied nor read here; `y` are their labels."""
+        """Rows of `source` with labels `y`; `source` is neither copied nor read."""
         split = cls(source, y)
         split._rows = rows
         return split
@@ -49,43 +50,51 @@ class Split:
         return f"Split({len(self)} of {str(dtype).removeprefix('torch.')} {list(shape)})"
 
     def __reduce__(self) -> tuple[type[Split], tuple[Tensor, Tensor]]:
-        """What goes to another process are its own rows, not all that clients have in common."""
+        """Pickle only this split's rows, not the shared tensor."""
         return Split, (self.x.clone(), self.y.clone())
 
     @property
     def rows(self) -> Tensor | None:
-        """Which of the rows that all clients have in common these are; None: it has a tensor of its own."""
+        """The row indices into the shared tensor; None if the split has its own tensor."""
         return self._rows
 
     @property
     def x(self) -> Tensor:
-        """All images; of rows in common, a copy."""
+        """All images; a copy if the tensor is shared."""
         return self._source if self._rows is None else self._source[self._rows]
 
+    def numbers(self, begin: int, end: int) -> Tensor:
+        """The row numbers from `begin` to below `end`, on the device of the images."""
+        return torch.arange(begin, end, device=self.y.device)
+
+    def placed(self, rows: Tensor) -> Tensor:
+        """Row indices on the device of the split."""
+        return rows.to(self.y.device)
+
     def batch(self, rows: Tensor) -> Tensor:
-        """The images of these rows alone."""
+        """The images of these rows."""
         return self._source[rows if self._rows is None else self._rows[rows]]
 
     def parts(self, size: int) -> Iterator[Tensor]:
-        """All images in order, so many at a time."""
+        """Yield all images in order, `size` at a time."""
         for rows in torch.split(torch.arange(len(self), device=self.y.device), size):
             yield self.batch(rows)
 
     @property
     def kind(self) -> tuple[torch.dtype, tuple[int, ...]]:
-        """The type and the shape of an image."""
+        """The dtype and shape of one image."""
         return self._source.dtype, tuple(self._source.shape[1:])
 
     @property
     def images(self) -> int:
-        """How many there are, which should be as many as labels."""
+        """The number of images, which should equal the number of labels."""
         return len(self._source if self._rows is None else self._rows)
 
     def __len__(self) -> int:
         return len(self.y)
 
     def to(self, device: str | torch.device) -> Split:
-        """On another device all images are gathered; on this one nothing is."""
+        """Move to a device, which gathers shared rows; a no-op if it is there already."""
         if self.y.device == torch.device(device) == self._source.device:
             return self
         return Split(self.x.to(device), self.y.to(device))
@@ -93,7 +102,7 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class ClientData:
-    """All that one client has."""
+    """The data of one client."""
 
     name: str
     domain: str
@@ -103,36 +112,48 @@ class ClientData:
     classes: int
 
     def to(self, device: str | torch.device) -> ClientData:
-        train, validation, test = (self.split(part).to(device) for part in PARTS)
+        train, validation, test = (self.split(name).to(device) for name in SPLITS)
         if train is self.train and validation is self.validation and test is self.test:
             return self
         return ClientData(self.name, self.domain, train, validation, test, self.classes)
 
     def split(self, name: str) -> Split:
-        """The part called train, validation or test."""
-        parts = {"train": self.train, "validation": self.validation, "test": self.test}
-        if name not in parts:
-            raise DataError(unknown("part", name, parts))
-        return parts[name]
+        """The split called train, validation or test."""
+        splits = {"train": self.train, "validation": self.validation, "test": self.test}
+        if name not in splits:
+            raise DataError(unknown("split", name, splits))
+        return splits[name]
+
+    def digest(self) -> str:
+        """A hash of the images and labels: a run is resumed only on the same data."""
+        content = blake2b(digest_size=8)
+        for name in SPLITS:
+            split = self.split(name)
+            content.update(repr((len(split), *split.kind[1])).encode())
+            for images in split.parts(DIGESTED_AT_ONCE):
+                content.update(images.cpu().contiguous().numpy().data)
+            content.update(repr(tuple(split.y.shape)).encode())
+            content.update(split.y.cpu().contiguous().numpy().data)
+        return content.hexdigest()
 
     def class_counts(self, part: str = "train") -> Tensor:
-        """int64 [classes]: images a class."""
-        y = self.split(part).y  # not `bincount`, which waits for the device
+        """int64 [classes]: images per class."""
+        y = self.split(part).y  # not `bincount`, which synchronises with the device
         return (y.unsqueeze(1) == torch.arange(self.classes, device=y.device)).sum(0)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Federation:
-    """Clients in their order, and what is common to all of them."""
+    """Clients in order, and what they have in common."""
 
     name: str
     clients: Mapping[str, ClientData]
     class_names: tuple[str, ...]
-    shape: tuple[int, ...]  # of images: channels, height, width; of texts: length, words
+    shape: tuple[int, ...]  # images: channels, height, width; texts: length, vocabulary size
     seed: int
-    data: DataConfig  # what makes it again
+    data: DataConfig  # the configuration that reproduces it
     public: Split
-    left_out: int = 0  # images that are neither a client's nor public
+    left_out: int = 0  # images that belong to no client and are not public
 
     def __post_init__(self) -> None:
         if not self.clients:
@@ -144,8 +165,8 @@ class Federation:
                     f"client {name!r} calls itself {client.name!r} and knows {client.classes} classes; "
                     f"expected {name!r} and {len(self.class_names)}."
                 )
-            for part in PARTS:
-                _check(client.split(part), self.shape, client.classes, f"client {name!r}, {part}")
+            for split_name in SPLITS:
+                _check(client.split(split_name), self.shape, client.classes, f"client {name!r}, {split_name}")
             if len(client.train) < 2 or not len(client.test):
                 raise DataError(
                     f"client {name!r} has {len(client.train)} training and {len(client.test)} test images; "
@@ -168,7 +189,7 @@ class Federation:
         shown = list(self.clients.values())[:SHOWN]
         width = max(len(client.name) for client in shown)
         for client in shown:
-            sizes = ", ".join(f"{part} {len(client.split(part))}" for part in PARTS)
+            sizes = ", ".join(f"{name} {len(client.split(name))}" for name in SPLITS)
             domain = f" ({client.domain})" if client.domain != client.name else ""
             lines.append(f"  {client.name:{width}}  {sizes}{domain}")
         if len(self.clients) > SHOWN:
@@ -192,12 +213,12 @@ class Federation:
         test: float = 0.2,
         normalize: str = "half",
     ) -> Federation:
-        """A federation of one's own NumPy arrays or tensors.
+        """Make a federation from NumPy arrays or tensors.
 
         `clients` maps a client's name to `(x, y)`, of which `validation` and `test` are shares, or to
-        `{"train": (x, y), "test": (x, y)}` with `"validation"` if there is one (else `validation` is a share of the
-        training part). Images `x` are uint8 `[n, channels, height, width]`, or `[n, height, width]` in grey; labels `y`
-        are whole numbers from 0.
+        `{"train": (x, y), "test": (x, y)}` with an optional `"validation"` (default: the share `validation` of the
+        training split). Images `x` are uint8 `[n, channels, height, width]`, or `[n, height, width]` in grey; labels
+        `y` are whole numbers from 0.
 
         >>> import numpy as np
         >>> def site(n):
@@ -209,8 +230,8 @@ class Federation:
         """
         check_names("client", clients)
         check_shares(validation, test)
-        given = {client: _parts(client, value) for client, value in clients.items()}
-        every = [part for parts in given.values() for part in parts.values()]
+        given = {client: _given_splits(client, value) for client, value in clients.items()}
+        every = [one for splits in given.values() for one in splits.values()]
         if not every:
             raise DataError("Federation.from_arrays was given no clients; expected {'name': (x, y), ...}.")
         channels, height, width = every[0].x.shape[1:]
@@ -222,48 +243,48 @@ class Federation:
             "normalize": normalize,
         }
         config = structure(data, DataConfig, "data")
-        highest = max((int(part.y.max()) for part in every if len(part)), default=0)
+        highest = max((int(one.y.max()) for one in every if len(one)), default=0)
         names = tuple(class_names or (str(label) for label in range(highest + 1)))
         made = {}
-        for client, parts in given.items():
-            whole = _completed(parts, validation, test, keys.numpy_generator(seed, "split", client))
+        for client, splits in given.items():
+            complete = _completed(splits, validation, test, keys.numpy_generator(seed, "split", client))
             domain = (domains or {}).get(client, client)
-            made[client] = ClientData(client, domain, whole["train"], whole["validation"], whole["test"], len(names))
+            made[client] = ClientData(client, domain, **complete, classes=len(names))
         empty = Split(every[0].x[:0].clone(), every[0].y[:0].clone())
         return cls(name, made, names, (channels, height, width), seed, config, empty)
 
 
-def _parts(client: str, value: Any) -> dict[str, Split]:
-    """What a user gave for a client, as splits; a pair is called 'all'."""
+def _given_splits(client: str, value: Any) -> dict[str, Split]:
+    """The splits that a user gave for a client; a pair is called 'all'."""
     if isinstance(value, Mapping):
-        if not {"train", "test"} <= set(value) <= set(PARTS):
+        if not {"train", "test"} <= set(value) <= set(SPLITS):
             given = ", ".join(sorted(map(str, value))) or "none"
             raise DataError(
-                f"client {client!r} has the parts {given}; expected train, test and, if there is one, validation."
+                f"client {client!r} has the splits {given}; expected train, test and, if there is one, validation."
             )
-        return {part: _as_split(f"client {client!r}, {part}", pair) for part, pair in value.items()}
+        return {name: _as_split(f"client {client!r}, {name}", pair) for name, pair in value.items()}
     return {"all": _as_split(f"client {client!r}", value)}
 
 
-def _completed(parts: dict[str, Split], validation: float, test: float, rng: np.random.Generator) -> dict[str, Split]:
-    """The three parts, with what was not given cut from what was; nothing is shared with the caller's arrays."""
-    whole = {
-        part: Split(given.x.clone(), given.y.clone()) for part, given in parts.items() if part in ("validation", "test")
+def _completed(given: dict[str, Split], validation: float, test: float, rng: np.random.Generator) -> dict[str, Split]:
+    """All three splits, copied from the caller's arrays; those not given are taken from the others."""
+    copied = {
+        name: Split(own.x.clone(), own.y.clone()) for name, own in given.items() if name in ("validation", "test")
     }
-    source = parts["all"] if "all" in parts else parts["train"]
-    cut = split(
+    source = given["all"] if "all" in given else given["train"]
+    indices = split(
         np.arange(len(source)),
         source.y.numpy(),
-        validation=0.0 if "validation" in parts else validation,
-        test=0.0 if "test" in parts else test,
+        validation=0.0 if "validation" in given else validation,
+        test=0.0 if "test" in given else test,
         own_test=None,
         rng=rng,
     )
-    return {p: Split(source.x[np.sort(i)], source.y[np.sort(i)]) for p, i in cut._asdict().items()} | whole
+    return {n: Split(source.x[np.sort(i)], source.y[np.sort(i)]) for n, i in indices._asdict().items()} | copied
 
 
 def _as_split(what: str, pair: Any) -> Split:
-    """(x, y) of NumPy arrays, tensors or lists as a checked `Split`."""
+    """Convert (x, y), as NumPy arrays, tensors or lists, to a checked `Split`."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise DataError(f"{what}: expected a pair (x, y) of images and labels, not {type(pair).__name__}.")
     try:
@@ -274,7 +295,7 @@ def _as_split(what: str, pair: Any) -> Split:
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"{what}: images and labels must be arrays of numbers ({error}).") from None
     if x.dtype != torch.uint8:
-        hint = "Images of 0 to 1 become so by `(x * 255).round().astype('uint8')`." if x.is_floating_point() else ""
+        hint = "Convert images of 0 to 1 with `(x * 255).round().astype('uint8')`." if x.is_floating_point() else ""
         raise DataError(f"{what}: images are {x.dtype}; expected uint8, 0 to 255. {hint}".rstrip())
     if x.ndim == 3:
         x = x.unsqueeze(1)
@@ -294,7 +315,7 @@ def _as_split(what: str, pair: Any) -> Split:
 
 
 def inputs_in_words(shape: tuple[int, ...]) -> str:
-    """What an input is.
+    """A description of the inputs.
 
     >>> inputs_in_words((3, 16, 16)), inputs_in_words((200, 5000))
     ('images 3x16x16', 'texts of 200 tokens, 5,000 words')
@@ -304,14 +325,14 @@ def inputs_in_words(shape: tuple[int, ...]) -> str:
     return "images " + "x".join(str(side) for side in shape)
 
 
-def _check(part: Split, shape: tuple[int, ...], classes: int, what: str) -> None:
+def _check(own: Split, shape: tuple[int, ...], classes: int, what: str) -> None:
     expected = (torch.int32, shape[:1]) if len(shape) == 2 else (torch.uint8, shape)
-    if part.kind != expected or part.images != len(part):
-        held, wanted = (
-            f"{str(dtype).removeprefix('torch.')} [n, {str(each)[1:-1]}]" for dtype, each in (part.kind, expected)
+    if own.kind != expected or own.images != len(own):
+        given, wanted = (
+            f"{str(dtype).removeprefix('torch.')} [n, {str(each)[1:-1]}]" for dtype, each in (own.kind, expected)
         )
-        raise DataError(f"{what}: {len(part)} labels and {part.images} inputs {held}; expected as many, {wanted}.")
-    if len(part) and (int(part.y.min()) < 0 or int(part.y.max()) >= classes):
+        raise DataError(f"{what}: {len(own)} labels and {own.images} inputs {given}; expected as many, {wanted}.")
+    if len(own) and (int(own.y.min()) < 0 or int(own.y.max()) >= classes):
         raise DataError(
-            f"{what}: labels reach from {int(part.y.min())} to {int(part.y.max())}; expected 0 to {classes - 1}."
+            f"{what}: labels range from {int(own.y.min())} to {int(own.y.max())}; expected 0 to {classes - 1}."
         )

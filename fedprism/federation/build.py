@@ -1,4 +1,4 @@
-"""From a configuration to a federation: load, set aside what is public, deal, split, check."""
+"""From a configuration to a federation: load, set aside public data, partition, split, check."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ from fedprism.data import Dataset, load
 from fedprism.errors import ConfigError, DataError
 from fedprism.federation.base import ClientData, Federation, Split
 from fedprism.federation.partitions import Domain, Partition, Share, partition_of
-from fedprism.federation.splits import Indices, Parts, as_the_smallest, check_split, count, split, stratified
+from fedprism.federation.splits import Indices, SplitIndices, as_the_smallest, check_split, count, split, stratified
 
-NOISY_AT_ONCE = 1024  # images: noise takes four bytes for each of theirs
+NOISY_AT_ONCE = 1024  # images: the noise needs four times their memory
 
 
-def federation(name: str = "digits-skew", *, clients: int | None = None, seed: int = 0, **settings: Any) -> Federation:
-    """A federation by its dataset's name, with any setting of `data:` in the configuration.
+def make_federation(
+    name: str = "digits-skew", *, clients: int | None = None, seed: int = 0, **settings: Any
+) -> Federation:
+    """Make a federation from a dataset's name and any setting of `data:` in the configuration.
 
-    `clients` is how many there are; left out, one a domain (five in digits-skew), or one a folder in `folder:PATH`.
+    `clients` is the number of clients; by default one per domain (five in digits-skew), or one per folder in
+    `folder:PATH`.
 
-    >>> federation("digits-skew", clients=2, samples=100)
+    >>> make_federation("digits-skew", clients=2, samples=100)
     Federation 'digits-skew', seed 0: 2 clients, 10 classes, images 3x16x16
       plain   train 100, validation 36, test 216
       tinted  train 100, validation 36, test 216
@@ -41,30 +44,30 @@ def federation(name: str = "digits-skew", *, clients: int | None = None, seed: i
         if raw.get("clients", clients) != clients:
             raise ConfigError(f"clients is {clients} and partition says {raw['clients']}; give one of them.")
         raw["clients"] = clients
-    return make_federation(structure({"name": name, "partition": raw, **settings}, DataConfig, "data"), seed)
+    return build_federation(structure({"name": name, "partition": raw, **settings}, DataConfig, "data"), seed)
 
 
-def make_federation(config: DataConfig, seed: int) -> Federation:
-    """The federation that a configuration describes; the same seed gives the same images to the same clients.
+def build_federation(config: DataConfig, seed: int) -> Federation:
+    """Make the federation of a configuration; the same seed gives the same images to the same clients.
 
-    No image is copied, unless a client's noise is added to it: clients hold rows of the dataset, which may be a
+    Images are not copied, unless noise is added to them: a client refers to rows of the dataset, which may be a
     memory-mapped file.
     """
     partition = partition_of(config.partition)
     check_split(config.split)
     dataset = load(config, seed)
-    if config.split.test is not None:  # an explicit share cuts anew, a test part of the dataset's own or not
+    if config.split.test is not None:  # an explicit share replaces the dataset's own test split
         dataset = replace(dataset, is_test=None, test_share=config.split.test)
     check_split(replace(config.split, test=0.0 if dataset.is_test is not None else dataset.test_share))
     partition = partition.settled(dataset)
     public = _set_aside(dataset, config.public, seed)
     pool = np.setdiff1d(np.arange(len(dataset)), public)
-    shares = partition.deal(replace(dataset, least_train=_to_deal(dataset, config)), pool, seed)
-    parts = {share.client: _divide(dataset, config, share, seed) for share in shares}
-    _refuse_small(dataset, config, partition, pool, parts, seed)
+    shares = partition.deal(replace(dataset, min_train=_to_deal(dataset, config)), pool, seed)
+    splits = {share.client: _divide(dataset, config, share, seed) for share in shares}
+    _refuse_small(dataset, config, partition, pool, splits, seed)
     if config.split.rule == "smallest":
-        parts = as_the_smallest(parts, config.split)
-    parts = _cut(parts, config.fraction, config.samples)
+        splits = as_the_smallest(splits, config.split)
+    splits = _cut(splits, config.fraction, config.samples)
 
     def take(indices: Indices) -> Split:
         rows = torch.from_numpy(np.sort(indices))
@@ -72,11 +75,11 @@ def make_federation(config: DataConfig, seed: int) -> Federation:
 
     clients = {}
     for share in shares:
-        train, validation, test = (take(part) for part in parts[share.client])
+        train, validation, test = (take(indices) for indices in splits[share.client])
         classes = len(dataset.class_names)
-        held = ClientData(share.client, share.domain, train, validation, test, classes)
-        clients[share.client] = noisy(held, share.noise, seed) if share.noise else held
-    used = np.unique(np.concatenate([public, *(part for held in parts.values() for part in held)]))
+        data = ClientData(share.client, share.domain, train, validation, test, classes)
+        clients[share.client] = noisy(data, share.noise, seed) if share.noise else data
+    used = np.unique(np.concatenate([public, *(indices for own in splits.values() for indices in own)]))
     return Federation(
         name=dataset.name,
         clients=clients,
@@ -90,15 +93,15 @@ def make_federation(config: DataConfig, seed: int) -> Federation:
 
 
 def _set_aside(dataset: Dataset, wanted: int, seed: int) -> Indices:
-    """Images for everyone: as many of each domain, in each the classes in their shares; never of a given test part."""
+    """Public images: equally many per domain, stratified by class; none from the dataset's own test split."""
     if not wanted:
         return np.empty(0, dtype=np.int64)
     free = np.arange(len(dataset)) if dataset.is_test is None else np.flatnonzero(~dataset.is_test.numpy())
-    each, more = divmod(wanted, len(dataset.domain_names))
+    per_domain, more = divmod(wanted, len(dataset.domain_names))
     taken = []
     for number, domain in enumerate(dataset.domain_names):
         own = free[dataset.domains.numpy()[free] == number]
-        n = each + (number < more)
+        n = per_domain + (number < more)
         if n > len(own):
             raise DataError(
                 f"data.public is {wanted}, which takes {n} images of domain {domain!r}, but it has {len(own)}; "
@@ -110,22 +113,22 @@ def _set_aside(dataset: Dataset, wanted: int, seed: int) -> Indices:
 
 
 def _to_deal(dataset: Dataset, config: DataConfig) -> int:
-    """So many images or more (of the training part, where there is a test part) leave a client enough to train on."""
+    """Images that a share needs so that `min_train` are left after the split (without a given test split)."""
     validation = config.split.validation if config.split.rule == "shares" else 0.0
     test = 0.0 if dataset.is_test is not None else dataset.test_share
-    n = math.ceil((dataset.least_train + 2) / (1 - validation - test))  # rounding takes less than two
-    while n > 1 and _left(n - 1, validation, test, dataset.round_up) >= dataset.least_train:
+    n = math.ceil((dataset.min_train + 2) / (1 - validation - test))  # rounding takes less than two
+    while n > 1 and _left(n - 1, validation, test, dataset.round_up) >= dataset.min_train:
         n -= 1
     return n
 
 
 def _left(n: int, validation: float, test: float, round_up: bool) -> int:
-    """How many of n images are for training."""
+    """The number of training images among n images."""
     return n - count(validation, n) - count(test, n, round_up)
 
 
-def _divide(dataset: Dataset, config: DataConfig, share: Share, seed: int) -> Parts:
-    """A client's three parts; with rule `smallest` all that is not for the test is for training so far."""
+def _divide(dataset: Dataset, config: DataConfig, share: Share, seed: int) -> SplitIndices:
+    """A client's three splits; with rule `smallest`, the training split still includes the validation images."""
     own_test = None if dataset.is_test is None else dataset.is_test.numpy()[share.indices]
     if share.test is not None:
         own_test = np.isin(share.indices, share.test)
@@ -141,16 +144,21 @@ def _divide(dataset: Dataset, config: DataConfig, share: Share, seed: int) -> Pa
 
 
 def _refuse_small(
-    dataset: Dataset, config: DataConfig, partition: Partition, pool: Indices, parts: Mapping[str, Parts], seed: int
+    dataset: Dataset,
+    config: DataConfig,
+    partition: Partition,
+    pool: Indices,
+    splits: Mapping[str, SplitIndices],
+    seed: int,
 ) -> None:
-    """Name a client that has too few images, and where it can be known how many clients would do."""
-    small = _too_small(dataset, parts)
+    """Refuse a client with too few images; say how many clients are possible, if that can be found."""
+    small = _too_small(dataset, splits)
     if small is None:
         return
-    held, clients = parts[small], len(parts)
+    own, clients = splits[small], len(splits)
     message = (
-        f"with {clients} clients, client {small!r} is left with {len(held.train)} training and {len(held.test)} test "
-        f"images; expected at least {dataset.least_train} and 1."
+        f"with {clients} clients, client {small!r} is left with {len(own.train)} training and {len(own.test)} test "
+        f"images; expected at least {dataset.min_train} and 1."
     )
     if not isinstance(partition, Domain) or partition.of or partition.order != "turns":
         fewer = "Ask for fewer clients, or change" if clients > 1 else "Change"
@@ -160,22 +168,22 @@ def _refuse_small(
         shares = replace(partition, clients=fewer).deal(dataset, pool, seed)
         return bool(_too_small(dataset, {share.client: _divide(dataset, config, share, seed) for share in shares}))
 
-    most = 0 if dataset.sites else min(clients - 1, len(pool) // dataset.least_train)
-    possible = bisect_left(range(1, most + 1), True, key=fails)  # the more clients, the fewer images each
+    upper = 0 if dataset.sites else min(clients - 1, len(pool) // dataset.min_train)
+    possible = bisect_left(range(1, upper + 1), True, key=fails)  # more clients have fewer images each
     if possible:
         raise DataError(f"{message} At most {possible} clients are possible with these shares.")
     raise DataError(f"{message} Give it more images, or change data.split or data.public.")
 
 
-def _too_small(dataset: Dataset, parts: Mapping[str, Parts]) -> str | None:
+def _too_small(dataset: Dataset, splits: Mapping[str, SplitIndices]) -> str | None:
     """The first client with too few images."""
-    wanting = (name for name, held in parts.items() if len(held.train) < dataset.least_train or not len(held.test))
-    return next(wanting, None)
+    small = (name for name, own in splits.items() if len(own.train) < dataset.min_train or not len(own.test))
+    return next(small, None)
 
 
-def _cut(parts: Mapping[str, Parts], fraction: float, samples: int | None) -> dict[str, Parts]:
-    """Smaller training parts; they lie in stratified order, so the first of them keep the classes' shares."""
-    kept = {name: held._replace(train=held.train[: count(fraction, len(held.train))]) for name, held in parts.items()}
+def _cut(splits: Mapping[str, SplitIndices], fraction: float, samples: int | None) -> dict[str, SplitIndices]:
+    """Shorten training splits; their order is stratified, so the first images keep the shares of the classes."""
+    kept = {name: own._replace(train=own.train[: count(fraction, len(own.train))]) for name, own in splits.items()}
     if samples is None:
         return kept
     smallest = min(kept, key=lambda client: len(kept[client].train))
@@ -184,20 +192,20 @@ def _cut(parts: Mapping[str, Parts], fraction: float, samples: int | None) -> di
             f"data.samples is {samples}, but client {smallest!r} has {len(kept[smallest].train)} training images; "
             "ask for at most that many."
         )
-    return {client: held._replace(train=held.train[:samples]) for client, held in kept.items()}
+    return {client: own._replace(train=own.train[:samples]) for client, own in kept.items()}
 
 
 def noisy(client: ClientData, deviation: float, seed: int) -> ClientData:
-    """All of a client's images with Gaussian noise of this standard deviation, on the scale from 0 to 255, added."""
+    """Add Gaussian noise to all images of a client; `deviation` is on the scale from 0 to 255."""
     if client.train.kind[0] != torch.uint8:
-        raise ConfigError("noise is added to pixels, and these are texts; choose another data.partition.")
+        raise ConfigError("noise is added to pixels, but this dataset has texts; choose another data.partition.")
 
-    def add(part: str) -> Split:
-        rng, split = keys.generator(seed, "pixel-noise", client.name, part), client.split(part)
+    def add(name: str) -> Split:
+        rng, split = keys.generator(seed, "pixel-noise", client.name, name), client.split(name)
         made = torch.empty(len(split), *split.kind[1], dtype=torch.uint8)
-        for place, images in enumerate(split.parts(NOISY_AT_ONCE)):
+        for i, images in enumerate(split.parts(NOISY_AT_ONCE)):
             noise = deviation * torch.randn(images.shape, generator=rng)
-            made[place * NOISY_AT_ONCE :][: len(images)] = (images + noise).round().clamp(0, 255).to(torch.uint8)
+            made[i * NOISY_AT_ONCE :][: len(images)] = (images + noise).round().clamp(0, 255).to(torch.uint8)
         return Split(made, split.y)
 
     train, validation, test = map(add, SPLITS)

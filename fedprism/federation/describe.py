@@ -1,17 +1,17 @@
-"""How different the clients of a federation are, measured: class shares, sizes, and what their images look like.
+"""Measure how much the clients of a federation differ: class shares, sizes and the look of their images.
 
 Label skew and sizes are counted over all training images. Feature skew is measured on a keyed sample of them, in two
-ways that both compare images of one class only, so that label skew is not mistaken for it:
+ways. Both compare images of the same class only, so that label skew does not count as feature skew:
 
-- A logistic regression is told an image's class and says which client it comes from. It sees downscaled pixels and
-  simple statistics of colour and texture (of texts: which frequent words they have), less the mean of the class. Every
-  client that has the class weighs the same in it, so who knows the class alone is right as often as `chance` says.
-- The distance of first-layer statistics: each image's mean and deviation of every channel of a fixed random convolution
-  (of texts: the mean of fixed random word vectors), averaged by client and class. The difference of two clients is the
-  mean over the classes that both have, in deviations between images of one client and class; what a difference would be
-  by chance is taken off its square, and the root is taken of the mean over pairs.
+- A logistic regression predicts an image's client from downscaled pixels and simple statistics of colour and texture
+  (texts: counts of frequent words), minus the class mean. In each class all clients have the same weight, so a guess
+  from the class alone has the accuracy `chance`.
+- The distance of first-layer statistics: each image's mean and standard deviation per channel of a fixed random
+  convolution (texts: the mean of fixed random word vectors), averaged by client and class. The difference of two
+  clients is the mean over their common classes, in standard deviations of images of one client and class. The expected
+  chance difference is subtracted from its square; the result is the root of the mean over pairs.
 
-Where several clients share each domain, domains are told apart instead of clients.
+If several clients share each domain, domains are compared instead of clients.
 """
 
 from __future__ import annotations
@@ -29,59 +29,59 @@ from torch.nn import functional as F
 from fedprism import keys
 from fedprism.federation.base import Federation
 
-LOOKED_AT = 20  # clients whose images are compared, at most
-SAMPLE = 2000  # images that are compared, at most
-_CELL = 10  # images of a client and class that the sample aims at, at least
-_LEAST = 2  # fewer images of a class than this, and the client is not compared in it
+MAX_CLIENTS = 20  # clients to compare
+SAMPLE = 2000  # maximum number of images to compare
+_CELL = 10  # images per client and class that the sample aims at
+_MIN_IMAGES = 2  # of a class, for a client to be compared in it
 _FOLDS = 3
 _CHANNELS = 16  # of the random first layer
-_WORDS = 500  # frequent words that a text is recognised by
+_WORDS = 500  # frequent words as features of a text
 _CHUNK = 256  # images at a time
 
 Array = NDArray[np.float64]
 Numbers = NDArray[np.int64]
 
-# Words by least values: of the mean total variation, and of the accuracy with which two clients are told apart, which
-# means the same however many clients there are.
+# Words by lower thresholds: of the mean total variation, and of the pairwise accuracy, which does not depend on the
+# number of clients.
 SHARED = {0.0: "evenly", 0.1: "slightly unevenly", 0.2: "unevenly", 0.5: "very unevenly"}
-AS_CHANCE = 1.25  # up to this multiple of random dealing, shares are as even as by chance
+AS_CHANCE = 1.25  # up to this multiple of a random partition's value, shares are as even as by chance
 DIFFER = {0.0: "look alike", 0.55: "differ slightly", 0.7: "differ clearly", 0.9: "differ strongly"}
 
 
 @dataclass(frozen=True)
 class FeatureSkew:
-    """How far images of one class differ between clients."""
+    """How much images of the same class differ between clients."""
 
     what: str  # clients or domains
-    compared: int  # how many of them
-    of: int
-    images: int  # that were looked at
-    accuracy: float  # of a classifier that is told the class, every client of a class weighing the same
-    chance: float  # of one who knows the class alone
-    pairs: float  # its accuracy where there are two to choose from, mean over the others; chance is 0.5
-    distance: float  # of first-layer statistics, in deviations of images of one client and class
+    compared: int  # number of compared ones
+    of: int  # their total number
+    images: int  # size of the sample
+    accuracy: float  # of a classifier that knows the class, with equal weight per client in each class
+    chance: float  # accuracy of a guess from the class alone
+    pairs: float  # mean accuracy of choosing between the right client and one other; chance is 0.5
+    distance: float  # of first-layer statistics, in standard deviations of images of one client and class
 
 
 @dataclass(frozen=True)
 class Description:
-    """A federation in numbers; `str` makes a sentence of them."""
+    """Measurements of a federation; `str` returns them as a sentence."""
 
     clients: int
     classes: int
     inputs: str  # images or texts
-    smallest: int  # training images of a client
-    largest: int
+    smallest: int  # training images of the smallest client
+    largest: int  # training images of the largest client
     variation: float  # coefficient of variation of the clients' sizes
-    gini: float  # of the sizes: 0 where all are equal
-    total_variation: float  # of a client's class shares from those of all clients together, mean over clients; 0 to 1
-    by_chance: float  # the same, had the images been dealt at random in these sizes
-    jensen_shannon: float  # likewise, in bits; 0 to 1
-    classes_a_client: float  # mean number
+    gini: float  # Gini coefficient of the sizes; 0: all equal
+    total_variation: float  # between a client's class shares and those of all clients, mean over clients; 0 to 1
+    by_chance: float  # the same for a random partition with these sizes
+    jensen_shannon: float  # Jensen-Shannon divergence of the same shares, in bits; 0 to 1
+    classes_per_client: float  # mean
     features: FeatureSkew | None
-    unmeasured: str = ""  # why there is no feature skew
+    unmeasured: str = ""  # why feature skew was not measured
 
     def numbers(self) -> dict[str, float]:
-        """All figures by what they are."""
+        """All measurements by name."""
         named = {
             "clients": self.clients,
             "classes": self.classes,
@@ -89,7 +89,7 @@ class Description:
             f"most training {self.inputs} of a client": self.largest,
             "sizes: coefficient of variation": self.variation,
             "sizes: Gini coefficient": self.gini,
-            "classes of a client, mean": self.classes_a_client,
+            "classes of a client, mean": self.classes_per_client,
             "label skew: total variation, mean": self.total_variation,
             "label skew: total variation of random dealing": self.by_chance,
             "label skew: Jensen-Shannon divergence in bits, mean": self.jensen_shannon,
@@ -125,7 +125,7 @@ class Description:
 
 
 def describe(federation: Federation) -> Description:
-    """Measure a federation: label skew, size imbalance and feature skew, always with the same result.
+    """Measure a federation's label skew, size imbalance and feature skew; the result is deterministic.
 
     >>> import numpy as np
     >>> grey = {name: np.full((20, 1, 8, 8), level, dtype=np.uint8) for name, level in (("dark", 50), ("light", 90))}
@@ -149,26 +149,26 @@ def describe(federation: Federation) -> Description:
         total_variation=_total_variation(shares, pooled),
         by_chance=_dealt_at_random(counts, federation.seed),
         jensen_shannon=_jensen_shannon(shares, pooled),
-        classes_a_client=float((counts > 0).sum(1).mean()),
+        classes_per_client=float((counts > 0).sum(1).mean()),
         features=found,
         unmeasured=why,
     )
 
 
 def _word(words: Mapping[float, str], value: float) -> str:
-    """The word of the last threshold that is reached.
+    """The word of the highest threshold that is reached.
 
     >>> _word(SHARED, 0.1), _word(SHARED, 0.7)
     ('slightly unevenly', 'very unevenly')
     """
-    return words[max(least for least in words if value >= least)]
+    return words[max(threshold for threshold in words if value >= threshold)]
 
 
 # --- counts ----------------------------------------------------------------------------------------------------------
 
 
 def _gini(sizes: Numbers) -> float:
-    """Half the mean difference of two clients' sizes, in mean sizes.
+    """The Gini coefficient: half the mean difference of two sizes, relative to the mean size.
 
     >>> _gini(np.array([5, 5])), _gini(np.array([1, 3]))
     (0.0, 0.25)
@@ -184,7 +184,7 @@ def _jensen_shannon(shares: Array, pooled: Array) -> float:
     middle = (shares + pooled) / 2
 
     def relative(p: Array) -> Array:
-        """Kullback-Leibler divergence from the middle, in bits; what is nowhere adds nothing."""
+        """Kullback-Leibler divergence from the middle, in bits; zero shares add nothing."""
         ratio = np.divide(p, middle, out=np.ones_like(middle), where=p > 0)
         return np.asarray((p * np.log2(ratio)).sum(1))
 
@@ -193,7 +193,7 @@ def _jensen_shannon(shares: Array, pooled: Array) -> float:
 
 
 def _dealt_at_random(counts: Numbers, seed: int) -> float:
-    """The mean total variation that clients of these sizes would have."""
+    """The mean total variation of a random partition with these sizes."""
     rng = keys.numpy_generator(seed, "describe", "random")
     together, draws = counts.sum(0), max(1, 200 // len(counts))
     found = []
@@ -207,7 +207,7 @@ def _dealt_at_random(counts: Numbers, seed: int) -> float:
 
 
 def _feature_skew(federation: Federation, counts: Numbers) -> tuple[FeatureSkew | None, str]:
-    """What was measured, or why nothing was."""
+    """The measurement, or the reason why there is none."""
     if len(counts) == 1:
         return None, "there is one client"
     rng = keys.numpy_generator(federation.seed, "describe", "sample")
@@ -218,30 +218,30 @@ def _feature_skew(federation: Federation, counts: Numbers) -> tuple[FeatureSkew 
     what, of = ("domains", len(domains)) if by_domain else ("clients", len(every))
     groups = {i: domains.index(every[i].domain) if by_domain else i for i in chosen}
 
-    # The training images of the chosen clients: whose, of which class, and where they lie.
+    # The training images of the chosen clients: client, class and row.
     owner = np.concatenate([np.full(len(every[i].train), i) for i in chosen])
     label = np.concatenate([every[i].train.y.cpu().numpy() for i in chosen])
     row = np.concatenate([np.arange(len(every[i].train)) for i in chosen])
     group = np.vectorize(groups.__getitem__, otypes=[np.int64])(owner)
     taken = _sample(group, label, rng)
     if not len(taken):
-        return None, f"no two {what} have {_LEAST} training {_inputs(federation)} of one class each"
+        return None, f"no two {what} have {_MIN_IMAGES} training {_inputs(federation)} of one class each"
     owner, label, row, group = owner[taken], label[taken], row[taken], group[taken]
 
     with keys.one_thread(), torch.no_grad():
-        seen, layer = _looks(federation, owner, row)
-    told, compared = _told_apart(seen, group, label, rng), len(np.unique(group))
-    return FeatureSkew(what, compared, of, len(taken), *told, _distance(layer, group, label)), ""
+        seen, layer = _features(federation, owner, row)
+    accuracies, compared = _classify(seen, group, label, rng), len(np.unique(group))
+    return FeatureSkew(what, compared, of, len(taken), *accuracies, _distance(layer, group, label)), ""
 
 
 def _chosen(domains: Sequence[str], rng: np.random.Generator) -> list[int]:
-    """Up to `LOOKED_AT` clients, drawn from all domains alike."""
+    """Up to `MAX_CLIENTS` clients, drawn equally from all domains."""
     turns: list[tuple[int, int, int]] = []
     seen: dict[str, int] = {}
-    for place, one in enumerate(rng.permutation(len(domains)).tolist()):
+    for position, one in enumerate(rng.permutation(len(domains)).tolist()):
         seen[domains[one]] = seen.get(domains[one], 0) + 1
-        turns.append((seen[domains[one]], place, one))
-    return sorted(one for _, _, one in sorted(turns)[:LOOKED_AT])
+        turns.append((seen[domains[one]], position, one))
+    return sorted(one for _, _, one in sorted(turns)[:MAX_CLIENTS])
 
 
 def _inputs(federation: Federation) -> str:
@@ -249,13 +249,13 @@ def _inputs(federation: Federation) -> str:
 
 
 def _sample(group: Numbers, label: Numbers, rng: np.random.Generator) -> Numbers:
-    """Up to `SAMPLE` images, of classes that two groups or more have, the widest spread first; the same at most of each
-    group and class."""
+    """Up to `SAMPLE` images of classes that at least two groups have, those of most groups first; with the same limit
+    per group and class."""
     order = rng.permutation(len(group))
     cells: dict[int, list[Numbers]] = {}
     for one in np.unique(label):
         members = [order[(label[order] == one) & (group[order] == g)] for g in np.unique(group[label == one])]
-        enough = [cell for cell in members if len(cell) >= _LEAST]
+        enough = [cell for cell in members if len(cell) >= _MIN_IMAGES]
         if len(enough) > 1:
             cells[int(one)] = enough
     taken: list[Numbers] = []
@@ -264,29 +264,29 @@ def _sample(group: Numbers, label: Numbers, rng: np.random.Generator) -> Numbers
         if taken and (len(taken) + len(cells[one])) * _CELL > SAMPLE:
             break
         taken += cells[one]
-    most = max(_LEAST, SAMPLE // max(1, len(taken)))
-    return np.sort(np.concatenate([cell[:most] for cell in taken])) if taken else np.empty(0, dtype=np.int64)
+    limit = max(_MIN_IMAGES, SAMPLE // max(1, len(taken)))
+    return np.sort(np.concatenate([cell[:limit] for cell in taken])) if taken else np.empty(0, dtype=np.int64)
 
 
-def _looks(federation: Federation, owner: Numbers, row: Numbers) -> tuple[Array, Array]:
-    """What the classifier sees of each image, and its first-layer statistics: [n, features] and [n, statistics]."""
+def _features(federation: Federation, owner: Numbers, row: Numbers) -> tuple[Array, Array]:
+    """Features for the classifier and first-layer statistics: [n, features] and [n, statistics]."""
     every, found = list(federation.clients.values()), []
     for one in np.unique(owner):
         rows = torch.from_numpy(row[owner == one])
         train = every[one].train
         for part in torch.split(rows, _CHUNK):
             found.append(train.batch(part.to(train.y.device)).cpu())
-    place = np.argsort(np.argsort(owner, kind="stable"))  # images came client by client
+    order = np.argsort(np.argsort(owner, kind="stable"))  # back from the order by client
     if len(federation.shape) == 2:
         seen, layer = _of_texts(torch.cat(found), federation.shape[1])
     else:
         parts = [_of_images(images) for images in found]
         seen, layer = (torch.cat(column) for column in zip(*parts, strict=True))
-    return seen.double().numpy()[place], layer.double().numpy()[place]
+    return seen.double().numpy()[order], layer.double().numpy()[order]
 
 
 def _of_images(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Pixels at 8x8, mean and deviation of every colour, and its differences to neighbours, which noise makes large."""
+    """Pixels at 8x8, mean and deviation per channel, and differences to neighbours, which are large with noise."""
     x = images.float() / 255
     channels, height, width = x.shape[1:]
     small = F.adaptive_avg_pool2d(x, (min(8, height), min(8, width))).flatten(1)
@@ -325,47 +325,47 @@ def _chunks(*tensors: Tensor) -> Sequence[tuple[Tensor, ...]]:
     return list(zip(*(torch.split(tensor, _CHUNK) for tensor in tensors), strict=True))
 
 
-def _told_apart(seen: Array, group: Numbers, label: Numbers, rng: np.random.Generator) -> tuple[float, float, float]:
-    """A classifier of groups that is told the class, cross-validated: its accuracy, chance's, and that of pairs."""
+def _classify(seen: Array, group: Numbers, label: Numbers, rng: np.random.Generator) -> tuple[float, float, float]:
+    """Cross-validate a classifier of groups that knows the class: its accuracy, chance, and pairwise accuracy."""
     from sklearn.linear_model import LogisticRegression
 
     groups, group = np.unique(group, return_inverse=True)
     classes, label = np.unique(label, return_inverse=True)
-    held = np.zeros((len(classes), len(groups)), dtype=np.int64)
-    np.add.at(held, (label, group), 1)
+    counts = np.zeros((len(classes), len(groups)), dtype=np.int64)
+    np.add.at(counts, (label, group), 1)
     fold = np.empty(len(group), dtype=np.int64)
-    for one, other in zip(*held.nonzero(), strict=True):
+    for one, other in zip(*counts.nonzero(), strict=True):
         members = np.flatnonzero((label == one) & (group == other))
         fold[members] = (np.arange(len(members)) + rng.integers(_FOLDS)) % _FOLDS
     right, pairs = np.empty(len(group)), np.empty(len(group))
     for number in range(_FOLDS):
         train, test = fold != number, fold == number
-        weight = _weights(group[train], label[train], held.shape)
+        weight = _weights(group[train], label[train], counts.shape)
         x = seen - _class_means(seen[train], label[train], weight)[label]
         scale = np.sqrt(np.average(x[train] ** 2, axis=0, weights=weight))
         x = x / np.where(scale > 1e-6, scale, 1.0)
         model = LogisticRegression(C=0.1, max_iter=200, tol=1e-3)
         model.fit(x[train], group[train], sample_weight=weight)
         scores = x[test] @ model.coef_.T + model.intercept_
-        if scores.shape[1] == 1:  # of two groups, the second's
+        if scores.shape[1] == 1:  # two groups: the score of the second
             scores = np.concatenate([-scores, scores], 1)
-        possible = np.where(held[label[test]] > 0, scores, -np.inf)  # groups that have no such class are out
+        possible = np.where(counts[label[test]] > 0, scores, -np.inf)  # without groups that lack the class
         own = np.take_along_axis(scores, group[test][:, None], 1)
-        others = (held[label[test]] > 0).sum(1) - 1
+        others = (counts[label[test]] > 0).sum(1) - 1
         right[test] = possible.argmax(1) == group[test]
         pairs[test] = ((possible < own) & (possible > -np.inf)).sum(1) / others
-    weight = _weights(group, label, held.shape)
-    chance = 1 / (held > 0).sum(1)[label]
+    weight = _weights(group, label, counts.shape)
+    chance = 1 / (counts > 0).sum(1)[label]
     accuracy, guessed, of_two = (float(np.average(each, weights=weight)) for each in (right, chance, pairs))
     return accuracy, guessed, of_two
 
 
 def _weights(group: Numbers, label: Numbers, shape: tuple[int, int]) -> Array:
-    """A weight an image: in every class all groups that have it weigh the same, and a class as much as its images."""
-    held = np.zeros(shape)
-    np.add.at(held, (label, group), 1)
-    share = held.sum(1) / np.maximum((held > 0).sum(1), 1)
-    return np.asarray(share[label] / held[label, group])
+    """One weight per image: equal totals per group within a class, and a class weighs as much as its images."""
+    counts = np.zeros(shape)
+    np.add.at(counts, (label, group), 1)
+    share = counts.sum(1) / np.maximum((counts > 0).sum(1), 1)
+    return np.asarray(share[label] / counts[label, group])
 
 
 def _class_means(seen: Array, label: Numbers, weight: Array) -> Array:
@@ -376,9 +376,9 @@ def _class_means(seen: Array, label: Numbers, weight: Array) -> Array:
 
 
 def _distance(vectors: Array, group: Numbers, label: Numbers) -> float:
-    """Root mean square over pairs of groups of their difference, in deviations within a group and class.
+    """Root mean square difference of pairs of groups, in standard deviations within a group and class.
 
-    Two groups whose one number differs by 4 and varies by 1 around its mean:
+    Two groups whose means differ by 4, with deviation 1:
 
     >>> numbers = np.array([[0.0], [2.0]] * 50 + [[4.0], [6.0]] * 50)
     >>> round(_distance(numbers, np.repeat([0, 1], 100), np.zeros(200, dtype=int)), 1)
@@ -387,18 +387,18 @@ def _distance(vectors: Array, group: Numbers, label: Numbers) -> float:
     groups, group = np.unique(group, return_inverse=True)
     classes, label = np.unique(label, return_inverse=True)
     shape = (len(groups), len(classes))
-    held, mean = np.zeros(shape), np.zeros((*shape, vectors.shape[1]))
-    np.add.at(held, (group, label), 1)
+    counts, mean = np.zeros(shape), np.zeros((*shape, vectors.shape[1]))
+    np.add.at(counts, (group, label), 1)
     np.add.at(mean, (group, label), vectors)
-    mean /= np.maximum(held, 1)[..., None]
-    within = ((vectors - mean[group, label]) ** 2).sum(0) / max(1, len(vectors) - int((held > 0).sum()))
-    mean /= np.maximum(np.sqrt(within), 1e-3)  # constant images differ by something, but not by infinity
+    mean /= np.maximum(counts, 1)[..., None]
+    within = ((vectors - mean[group, label]) ** 2).sum(0) / max(1, len(vectors) - int((counts > 0).sum()))
+    mean /= np.maximum(np.sqrt(within), 1e-3)  # keeps the distance of constant images finite
     found = []
     for one, other in combinations(range(len(groups)), 2):
-        both = (held[one] > 0) & (held[other] > 0)
+        both = (counts[one] > 0) & (counts[other] > 0)
         if not both.any():
             continue
-        noise = 1 / held[one, both] + 1 / held[other, both]  # variance of each class's difference
+        noise = 1 / counts[one, both] + 1 / counts[other, both]  # variance of each class's difference
         weight = (1 / noise) / (1 / noise).sum()
         difference = weight @ (mean[one, both] - mean[other, both])
         found.append(float((difference**2).mean() - weight**2 @ noise))

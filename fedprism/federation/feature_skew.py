@@ -1,7 +1,7 @@
-"""Partitions by what images look like: domains, subclasses or noise; and equal shares, to compare them with.
+"""Partitions by the look of images: domains, subclasses or noise; and equal shares as a baseline.
 
->>> from fedprism.federation import federation
->>> federation("digits-skew", partition={"name": "both", "parts": 2, "alpha": 2.0})
+>>> from fedprism.federation import make_federation
+>>> make_federation("digits-skew", partition={"name": "both", "parts": 2, "alpha": 2.0})
 Federation 'digits-skew', seed 0: 5 clients, 10 classes, images 3x16x16
   plain     train 52, validation 6, test 135
   tinted    train 89, validation 10, test 160
@@ -31,7 +31,7 @@ from fedprism.federation.partitions import (
     at_least_one,
     by_domain,
     class_sizes,
-    nobody,
+    no_owner,
     numbered,
     parts_of,
     whole,
@@ -42,9 +42,9 @@ from fedprism.federation.splits import Indices, count, stratified
 @PARTITIONS.register("iid")
 @dataclass(frozen=True)
 class Iid(Partition):
-    """Every client has an equal random share of everything, whatever the domain."""
+    """Each client has an equal random share of all images, of all domains."""
 
-    clients: int | None = setting(5, "how many", positive, "1 or more")
+    clients: int | None = setting(5, "number of clients", positive, "1 or more")
 
     def shares(self, dataset: Dataset, pool: Indices, clients: int, seed: int) -> list[Share]:
         return _equally(dataset, pool, clients, seed)
@@ -52,14 +52,14 @@ class Iid(Partition):
 
 @PARTITIONS.register("noise")
 @dataclass(frozen=True)
-class Noise(Partition):
-    """Equal random shares whose pixels are noisier from client to client (Fed-CO2, F.3).
+class PixelNoise(Partition):
+    """Equal random shares with increasing pixel noise from client to client (Fed-CO2, F.3).
 
-    Gaussian noise of standard deviation sigma * i / (clients - 1) is added to all images of client i = 0, 1, ...; the
-    paper does not say on which scale: here pixels are from 0 to 255.
+    Gaussian noise of standard deviation sigma * i / (clients - 1) is added to all images of client i = 0, 1, ... The
+    paper does not give the scale; here pixels are from 0 to 255.
     """
 
-    clients: int | None = setting(10, "how many", positive, "1 or more")
+    clients: int | None = setting(10, "number of clients", positive, "1 or more")
     sigma: float = setting(
         20.0, "standard deviation at the last client; pixels are 0 to 255", lambda v: v >= 0, "0 or more"
     )
@@ -70,7 +70,7 @@ class Noise(Partition):
 
 
 def _equally(dataset: Dataset, pool: Indices, clients: int, seed: int) -> list[Share]:
-    rng, owner = keys.numpy_generator(seed, "iid"), nobody(dataset)
+    rng, owner = keys.numpy_generator(seed, "iid"), no_owner(dataset)
     for part in parts_of(dataset, pool):
         owner[rng.permutation(part)] = np.arange(len(part)) % clients
     return numbered(dataset, owner, clients)
@@ -81,19 +81,21 @@ def _equally(dataset: Dataset, pool: Indices, clients: int, seed: int) -> list[S
 class Superclass(Partition):
     """Labels are superclasses, and each client has one subclass of each (FediOS, after pFedVEM; CIFAR-100).
 
-    Clients come in groups of as many as a superclass has subclasses: in each group the subclasses of every superclass
-    are shuffled and dealt one to a client, so that a subclass is held by one client a group. Its training images are
-    divided among them by random distinct cut points, the same for all subclasses (uneven, as pFedVEM: the groups differ
-    in size), or equally. Its test images are divided equally, so that no image is two clients'; with `test: all` every
-    client is tested on all test images of its subclasses, as in pFedVEM.
+    A group has one client per subclass of a superclass. In each group the subclasses of every superclass are shuffled
+    and assigned to clients, so that a subclass has one client per group. Its training images are divided among these
+    clients by random distinct cut points, the same for all subclasses (uneven, as in pFedVEM: the groups differ in
+    size), or equally. Its test images are divided equally, so that no two clients share an image; with `test: all`
+    each client is tested on all test images of its subclasses, as in pFedVEM.
     """
 
-    clients: int | None = setting(None, "how many; null: as many as a superclass has subclasses", positive, "1 or more")
+    clients: int | None = setting(
+        None, "number of clients; null: the number of subclasses of a superclass", positive, "1 or more"
+    )
     balance: Literal["uneven", "equal"] = setting(
-        "uneven", "training images of a subclass at its clients; uneven: random sizes, as pFedVEM"
+        "uneven", "training images of a subclass among its clients; uneven: random sizes, as in pFedVEM"
     )
     test: Literal["dealt", "all"] = setting(
-        "dealt", "test images of a subclass at its clients; all: each has all of them, as pFedVEM"
+        "dealt", "test images of a subclass among its clients; all: each has all of them, as in pFedVEM"
     )
 
     def usual(self, dataset: Dataset) -> int:
@@ -103,59 +105,59 @@ class Superclass(Partition):
         each = _subclasses(dataset).shape[1]
         if clients % each:
             raise ConfigError(
-                f"{self.asked(clients)}, but each superclass of {dataset.name!r} has {each} subclasses, one a client; "
-                f"ask for a multiple of {each}."
+                f"{self.asked(clients)}, but each superclass of {dataset.name!r} has {each} subclasses, one per "
+                f"client; ask for a multiple of {each}."
             )
         if self.test == "all" and dataset.is_test is None:
             raise ConfigError(
-                "data.partition.test is all, which is about a test part of the dataset's own, but data.split.test cuts "
-                "one anew, or there is none; leave one of them out."
+                "data.partition.test is all, which needs the dataset's own test split, but data.split.test replaces "
+                "it, or there is none; remove one of the two settings."
             )
 
     def shares(self, dataset: Dataset, pool: Indices, clients: int, seed: int) -> list[Share]:
-        rng, owner = keys.numpy_generator(seed, "superclass"), nobody(dataset)
+        rng, owner = keys.numpy_generator(seed, "superclass"), no_owner(dataset)
         fine, parts = _fine(dataset), parts_of(dataset, pool)
         subclasses = _subclasses(dataset)
         each = subclasses.shape[1]
         groups = clients // each
         sizes = np.bincount(fine[parts[0]], minlength=subclasses.max() + 1)[subclasses]
         if sizes.min() < groups:
-            most = f"ask for at most {sizes.min() * each} clients" if sizes.min() else "every subclass needs some"
+            advice = f"ask for at most {sizes.min() * each} clients" if sizes.min() else "every subclass needs some"
             raise DataError(
-                f"a subclass of {dataset.name!r} has {sizes.min()} images to train {groups} clients on; {most}."
+                f"a subclass of {dataset.name!r} has {sizes.min()} training images for {groups} clients; {advice}."
             )
-        held: dict[int, list[Indices]] = {client: [] for client in range(clients)}
+        tested: dict[int, list[Indices]] = {client: [] for client in range(clients)}
         uneven = _cut(int(sizes.min()), groups, rng)
-        # place[g, s, k]: which client of group g holds subclass k of superclass s
-        place = rng.permuted(np.broadcast_to(np.arange(each), (groups, *subclasses.shape)), axis=2)
+        # member[g, s, k]: the client of group g that has subclass k of superclass s
+        member = rng.permuted(np.broadcast_to(np.arange(each), (groups, *subclasses.shape)), axis=2)
         for (superclass, k), subclass in np.ndenumerate(subclasses):
-            held_by = np.arange(groups) * each + place[:, superclass, k]
+            owners = np.arange(groups) * each + member[:, superclass, k]
             for number, part in enumerate(parts):
                 own = rng.permutation(part[fine[part] == subclass])
                 if number and self.test == "all":
-                    for client in held_by:
-                        held[client].append(own)
+                    for client in owners:
+                        tested[client].append(own)
                     continue
                 if number or self.balance == "equal":
                     counts = rng.permutation(whole(np.full(groups, 1 / groups), len(own)))
                 else:
                     counts = at_least_one(whole(uneven, len(own)))
-                owner[own] = np.repeat(held_by, counts)
+                owner[own] = np.repeat(owners, counts)
         dealt = numbered(dataset, owner, clients)
         return [
-            share._replace(indices=np.sort(np.concatenate([share.indices, *held[client]])))
+            share._replace(indices=np.sort(np.concatenate([share.indices, *tested[client]])))
             for client, share in enumerate(dealt)
         ]
 
 
 def _cut(n: int, pieces: int, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Shares of a row of n things that is cut at distinct random places."""
+    """The shares of n items that are cut at distinct random points."""
     cuts = np.sort(rng.choice(np.arange(1, n), pieces - 1, replace=False))
     return np.divide(np.diff(cuts, prepend=0, append=n), n)
 
 
 def _fine(dataset: Dataset) -> Indices:
-    """The subclass of every image."""
+    """The subclass of each image."""
     if dataset.fine is None:
         raise ConfigError(
             f"data.partition is superclass, which needs labels that are superclasses with subclasses, but "
@@ -179,28 +181,28 @@ def _subclasses(dataset: Dataset) -> Indices:
 @PARTITIONS.register("both")
 @dataclass(frozen=True)
 class Both(Partition):
-    """Every client has one domain, and of that only some of each class (Fed-CO2's both skews).
+    """Each client has one domain, and of that only some of each class (Fed-CO2's both skews).
 
-    Each client's share of its domain is divided, class by class, into `parts` in shares from a Dirichlet distribution,
-    drawn anew until every part has `least` images of the class, and the client keeps one part. The test images, the
-    dataset's own or a share that is set aside first, are cut to the class ratio of the images that are kept, as many as
-    can be. The rest is left out.
+    Each client's share of its domain is divided, class by class, into `parts` with shares from a Dirichlet
+    distribution, drawn until every part has `least` images of the class. The client keeps one part. The test images,
+    the dataset's own or a share set aside first, are reduced to the class ratio of the kept images, as many as
+    possible. The rest is left out.
     """
 
     everything: ClassVar[bool] = False
 
     clients: int | None = setting(
-        None, "how many, a multiple of the domains; null: one a domain", positive, "1 or more"
+        None, "number of clients, a multiple of the domains; null: one per domain", positive, "1 or more"
     )
     alpha: float = setting(0.3, "concentration of the shares of a class", steep, "0.001 to 1000000")
     parts: int = setting(
-        3, "into which a domain is divided; Fed-CO2: digits 3, Office 2, DomainNet 5", positive, "1 or more"
+        3, "number of parts per domain; Fed-CO2: digits 3, Office 2, DomainNet 5", positive, "1 or more"
     )
-    keep: int = setting(0, "which of them, counted from 0", lambda v: v >= 0, "0 or more")
-    least: int = setting(2, "images of every class in every part", lambda v: v >= 0, "0 or more")
+    keep: int = setting(0, "index of the part to keep, from 0", lambda v: v >= 0, "0 or more")
+    least: int = setting(2, "minimum number of images per class and part", lambda v: v >= 0, "0 or more")
     images: int | None = setting(
         None,
-        "how many training images of a client are divided, drawn at random; null: all; Fed-CO2's code: 2231 of digits",
+        "number of training images per client to divide, drawn at random; null: all; Fed-CO2's code: 2231 of digits",
         positive,
         "1 or more",
     )
@@ -210,7 +212,7 @@ class Both(Partition):
         if clients % domains:
             raise ConfigError(
                 f"{self.asked(clients)}, but {dataset.name!r} has {domains} domains; "
-                f"leave it out for one client a domain, or ask for a multiple of {domains}."
+                f"leave it out for one client per domain, or ask for a multiple of {domains}."
             )
         if self.keep >= self.parts:
             raise ConfigError(
@@ -241,7 +243,7 @@ class Both(Partition):
 
     @staticmethod
     def _apart(dataset: Dataset, share: Share, rng: np.random.Generator) -> tuple[Indices, Indices]:
-        """The training and the test images of a domain."""
+        """The training and the test images of a share."""
         if dataset.is_test is not None:
             train, test = parts_of(dataset, share.indices)
             return train, test
@@ -250,7 +252,7 @@ class Both(Partition):
         return np.sort(order[cut:]), np.sort(order[:cut])
 
     def _counts(self, dataset: Dataset, sizes: Indices, share: Share, rng: np.random.Generator) -> Indices:
-        """[classes, parts]: how many images."""
+        """[classes, parts]: numbers of images."""
         table = np.zeros((len(sizes), self.parts), dtype=np.int64)
         for label, size in enumerate(sizes):
             counts = whole(rng.dirichlet(np.full(self.parts, self.alpha), TRIES), np.full(TRIES, size))
@@ -268,14 +270,14 @@ class Both(Partition):
 
 
 def _in_ratio(dataset: Dataset, wanted: Indices, sizes: Indices, share: Share) -> Indices:
-    """The largest numbers in the ratio of `wanted` that `sizes` allows, rounded."""
+    """The largest counts in the ratio of `wanted` that `sizes` allows, rounded."""
     present = wanted > 0
     scale = min(sizes[present] / wanted[present], default=1.0)
     if not scale:
         name = dataset.class_names[int(np.flatnonzero(present & (sizes == 0))[0])]
         raise DataError(
-            f"client {share.client!r} has training but no test images of class {name!r}, so that its test part cannot "
-            "have their class ratio; ask for fewer clients, or cut the test part anew by data.split.test."
+            f"client {share.client!r} has training but no test images of class {name!r}, so its test split cannot "
+            "have their class ratio; ask for fewer clients, or replace the test split by data.split.test."
         )
     nearest: Indices = np.floor(scale * wanted + 0.5).astype(np.int64)
     return np.minimum(nearest, sizes)
@@ -284,7 +286,7 @@ def _in_ratio(dataset: Dataset, wanted: Indices, sizes: Indices, share: Share) -
 def _take(
     dataset: Dataset, part: Indices, counts: Indices, rng: np.random.Generator, start: Indices | int = 0
 ) -> Indices:
-    """So many images of each class, in a random order, from place `start` on."""
+    """Take `counts` images per class, in a random order, from position `start` on."""
     labels, starts = dataset.labels.numpy()[part], np.broadcast_to(start, counts.shape)
     each = zip(starts, starts + counts, strict=True)
     taken = [rng.permutation(part[labels == label])[first:last] for label, (first, last) in enumerate(each)]

@@ -1,8 +1,8 @@
-"""Partitions: how the images of a dataset are dealt to clients.
+"""Partitions: how the images of a dataset are divided among clients.
 
-A partition is a frozen dataclass: its fields are the settings under `data.partition`, its `shares` does the dealing,
-and the first line of its docstring is what `fedprism list partitions` shows. Rules about labels are in `label_skew`,
-rules about what images look like in `feature_skew`.
+A partition is a frozen dataclass. Its fields are the settings under `data.partition`, its `shares` method divides the
+images, and `fedprism list partitions` shows the first line of its docstring. Partitions by label are in `label_skew`,
+those by the look of images in `feature_skew`.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from fedprism.errors import ConfigError
 from fedprism.federation.splits import Indices
 from fedprism.registry import Registry
 
-MIXED = "mixed"  # the domain of a client that has images of several
+MIXED = "mixed"  # the domain of a client with images of several domains
 
-FEW = 5  # clients of a dataset with one domain, unless the configuration says how many
+FEW = 5  # default number of clients for a dataset with one domain
 
 
 class Share(NamedTuple):
-    """What one client is dealt."""
+    """The images of one client."""
 
     client: str
     domain: str
     indices: Indices
-    test: Indices | None = None  # which of them are its test part; None: the dataset's own, or a share
-    noise: float = 0.0  # standard deviation of what is added to its pixels, on the scale from 0 to 255
+    test: Indices | None = None  # those of its test split; None: the dataset's own test split, or a share
+    noise: float = 0.0  # standard deviation of noise added to its pixels, on the scale from 0 to 255
 
 
 @dataclass(frozen=True)
 class Partition:
-    """The base of all partitions."""
+    """The base class of all partitions."""
 
-    everything: ClassVar[bool] = True  # no image of the pool is left over, unless some clients or domains are
+    everything: ClassVar[bool] = True  # uses all images of the pool, except those of unused clients or domains
 
-    clients: int | None = setting(None, "how many", positive, "1 or more")
+    clients: int | None = setting(None, "number of clients", positive, "1 or more")
     of: int | None = setting(
         None,
-        "the partition is made for so many clients, of which the seed draws `clients`; null: all of them take part",
+        "number of clients for which the partition is made; the seed draws `clients` of them. null: all take part",
         positive,
         "1 or more",
     )
 
     def settled(self, dataset: Dataset) -> Partition:
-        """With the number of clients filled in for this dataset, or refused."""
+        """The partition with its number of clients set for this dataset; refuses an invalid one."""
         clients = self.clients or self.usual(dataset)
         if self.of is not None and self.of < clients:
             raise ConfigError(
@@ -62,10 +62,10 @@ class Partition:
         return replace(self, clients=clients)
 
     def deal(self, dataset: Dataset, pool: Indices, seed: int) -> list[Share]:
-        """Who gets which images of `pool`; called on a settled partition.
+        """Divide the images of `pool` among clients; call it on a settled partition.
 
-        `dataset.least_train` is here how many a client must be dealt so that enough are left when its parts are cut.
-        Clients that are drawn from more (`of`) have exactly the images and names that they have among all of them.
+        `dataset.min_train` is here the number of images that a share needs, so that enough are left after the split.
+        Clients drawn by `of` keep the images and names that they have among all clients.
         """
         clients = self.clients or self.usual(dataset)
         made = self.shares(dataset, pool, self.of or clients, seed)
@@ -75,18 +75,18 @@ class Partition:
         return [made[i] for i in np.sort(kept)]
 
     def usual(self, dataset: Dataset) -> int:
-        """How many clients there are where the configuration does not say."""
-        return type(self)().clients or one_a_domain(dataset)
+        """The default number of clients."""
+        return type(self)().clients or one_per_domain(dataset)
 
     def check(self, dataset: Dataset, clients: int) -> None:
-        """Refuse what this rule cannot do with this dataset and so many clients."""
+        """Refuse a dataset or a number of clients that this partition does not support."""
 
     def shares(self, dataset: Dataset, pool: Indices, clients: int, seed: int) -> list[Share]:
-        """The rule: who of `clients` gets which images of `pool`."""
+        """Divide the images of `pool` among `clients` clients."""
         raise NotImplementedError
 
     def asked(self, clients: int) -> str:
-        """How an error begins that is about the number of clients."""
+        """The beginning of an error about the number of clients."""
         return f"data.partition.{'clients' if self.of is None else 'of'} is {clients}"
 
 
@@ -94,27 +94,26 @@ PARTITIONS: Registry[type[Partition]] = Registry("partition")
 
 
 def partition_of(named: Named) -> Partition:
-    """The partition that the configuration names, with its settings checked."""
+    """The partition of a configuration, with checked settings."""
     return structure(plain(named.settings), PARTITIONS[named.name], "data.partition")
 
 
 @PARTITIONS.register("domain")
 @dataclass(frozen=True)
 class Domain(Partition):
-    """Every client has one domain; clients of the same domain get equal random shares of it.
+    """Each client has one domain; clients of the same domain get equal random shares of it.
 
-    Without a number of clients there is one a domain, or 5 where a dataset has a single domain. Fewer clients than
-    domains: the first domains. More: they are called `plain-1`, `plain-2` and so on, and `order` says
-    whether client i has domain i modulo the number of domains (turns) or the clients of a domain stand together
-    (blocks, as in FedSCE). Where domains are real sites (`folder:PATH`) all take part, and the number of clients must
-    be a multiple of theirs.
+    The default is one client per domain, or 5 clients for a single domain. With fewer clients than domains, the first
+    domains are used. With more, clients are called `plain-1`, `plain-2` and so on, and `order` decides whether client i
+    has domain i modulo the number of domains (turns) or the clients of a domain are consecutive (blocks, as in FedSCE).
+    If domains are real sites (`folder:PATH`), all take part, and the number of clients must be a multiple of theirs.
     """
 
     clients: int | None = setting(
-        None, "how many; null: one a domain, or 5 where there is one domain", positive, "1 or more"
+        None, "number of clients; null: one per domain, or 5 for a single domain", positive, "1 or more"
     )
     order: Literal["turns", "blocks"] = setting(
-        "turns", "of clients; turns: one of each domain after the other; blocks: all of a domain together"
+        "turns", "order of clients; turns: domains alternate; blocks: all clients of a domain together"
     )
 
     def check(self, dataset: Dataset, clients: int) -> None:
@@ -123,7 +122,7 @@ class Domain(Partition):
             kind = "site" if dataset.sites else "domain"
             raise ConfigError(
                 f"{self.asked(clients)}, but {dataset.name!r} has {domains} {kind}s; "
-                f"leave it out (or write null) for one client a {kind}, or ask for a multiple of {domains}."
+                f"leave it out (or write null) for one client per {kind}, or ask for a multiple of {domains}."
             )
 
     def shares(self, dataset: Dataset, pool: Indices, clients: int, seed: int) -> list[Share]:
@@ -134,11 +133,11 @@ class Domain(Partition):
         )
 
 
-# --- what rules are made of ------------------------------------------------------------------------------------------
+# --- helpers of partitions -------------------------------------------------------------------------------------------
 
 
-def one_a_domain(dataset: Dataset) -> int:
-    """A client a domain; a few where one domain is all there is."""
+def one_per_domain(dataset: Dataset) -> int:
+    """One client per domain; `FEW` for a single domain."""
     domains = len(dataset.domain_names)
     return domains if dataset.sites or domains > 1 else FEW
 
@@ -150,21 +149,21 @@ def by_domain(dataset: Dataset, pool: Indices, domain_of: Sequence[int], seed: i
     for client, number in enumerate(domain_of):
         clients.setdefault(number, []).append(client)
     domains = dataset.domains.numpy()[pool]
-    order = np.argsort(domains, kind="stable")  # one sort, whatever the number of domains
+    order = np.argsort(domains, kind="stable")  # one sort for any number of domains
     ends = np.searchsorted(domains[order], np.arange(len(dataset.domain_names) + 1))
     for number, members in sorted(clients.items()):
         domain = dataset.domain_names[number]
         own = pool[order[ends[number] : ends[number + 1]]]
         rng = keys.numpy_generator(seed, "deal", domain)
         dealt = [np.array_split(rng.permutation(part), len(members)) for part in parts_of(dataset, own)]
-        for nth, (member, hand) in enumerate(zip(members, zip(*dealt, strict=True), strict=True)):
+        for nth, (member, indices) in enumerate(zip(members, zip(*dealt, strict=True), strict=True)):
             name = domain if len(domain_of) <= len(dataset.domain_names) else f"{domain}-{nth + 1}"
-            shares[member] = Share(name, domain, np.sort(np.concatenate(hand)))
+            shares[member] = Share(name, domain, np.sort(np.concatenate(indices)))
     return [shares[i] for i in range(len(domain_of))]
 
 
 def numbered(dataset: Dataset, owner: Indices, clients: int) -> list[Share]:
-    """Shares of `client-01`, `client-02` and so on; `owner` says of every image whose it is, -1: nobody's.
+    """Shares of `client-01`, `client-02` and so on; `owner` is the client index of each image, -1 for none.
 
     >>> import torch
     >>> zeros = torch.zeros(4, dtype=torch.int64)
@@ -174,19 +173,19 @@ def numbered(dataset: Dataset, owner: Indices, clients: int) -> list[Share]:
     [('client-01', [1]), ('client-02', [0, 3])]
     """
     order = np.argsort(owner, kind="stable")
-    hands = np.split(order, np.searchsorted(owner[order], np.arange(clients + 1)))[1:-1]
+    groups = np.split(order, np.searchsorted(owner[order], np.arange(clients + 1)))[1:-1]
     domain = dataset.domain_names[0] if len(dataset.domain_names) == 1 else MIXED
     width = max(2, len(str(clients)))
-    return [Share(f"client-{i + 1:0{width}}", domain, hand) for i, hand in enumerate(hands)]
+    return [Share(f"client-{i + 1:0{width}}", domain, indices) for i, indices in enumerate(groups)]
 
 
-def nobody(dataset: Dataset) -> Indices:
-    """No image has an owner yet."""
+def no_owner(dataset: Dataset) -> Indices:
+    """An owner array in which no image is assigned yet."""
     return np.full(len(dataset), -1, dtype=np.int64)
 
 
 def parts_of(dataset: Dataset, indices: Indices) -> list[Indices]:
-    """The training and the test images among `indices`; all in one where the dataset has no test part of its own."""
+    """The training and the test images among `indices`; a single part if the dataset has no test split."""
     if dataset.is_test is None:
         return [indices]
     is_test = dataset.is_test.numpy()[indices]
@@ -194,12 +193,12 @@ def parts_of(dataset: Dataset, indices: Indices) -> list[Indices]:
 
 
 def class_sizes(dataset: Dataset, indices: Indices) -> Indices:
-    """int64 [classes]: how many of `indices` are of each class."""
+    """int64 [classes]: images per class among `indices`."""
     return np.bincount(dataset.labels.numpy()[indices], minlength=len(dataset.class_names))
 
 
 def whole(shares: NDArray[np.float64], n: int | Indices) -> Indices:
-    """Shares [..., k] of n [...] things as whole numbers that sum to n, by largest remainder.
+    """Round shares [..., k] of n [...] to whole numbers that sum to n, by the largest remainder.
 
     >>> whole(np.array([0.5, 0.3, 0.2]), 9).tolist()
     [4, 3, 2]
@@ -213,7 +212,7 @@ def whole(shares: NDArray[np.float64], n: int | Indices) -> Indices:
 
 
 def at_least_one(counts: Indices) -> Indices:
-    """The same sum with nobody left at 0, where there is enough: taken from whoever has most.
+    """Move counts from the largest entries to empty ones, as far as possible; the sum stays the same.
 
     >>> at_least_one(np.array([5, 0, 2])).tolist()
     [4, 1, 2]

@@ -1,4 +1,4 @@
-"""A contact sheet: a few images of every client, to see at a glance what differs."""
+"""A contact sheet: a few images of each client, to compare clients by eye."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from PIL import Image, ImageDraw, ImageFont
 from fedprism.errors import FedprismError
 from fedprism.federation.base import ClientData, Federation
 
-TILE, LARGEST = 48, 112  # pixels a side, at least and at most
+TILE, LARGEST = 48, 112  # minimum and maximum pixels per side
 GAP = 4
-HEAD = 14  # pixels of a line of class names
-FEWEST, MOST = 8, 12  # images of a client: one a class within these
+HEAD = 14  # height of the line of class names, in pixels
+FEWEST, MOST = 8, 12  # bounds of the default number of images per client
 
 
 def contact_sheet(federation: Federation, per_client: int | None = None, rows: int | None = None) -> Image.Image:
-    """A row a client: its name and `per_client` training images, of as many classes as there are.
+    """Draw one row per client: its name and `per_client` training images of as many classes as possible.
 
-    `per_client`: left out, one a class, but at least 8 and at most 12. `rows`: at most so many clients, drawn evenly
-    from all of them in their order. Where every row has the same classes in the same order, their names stand above.
+    `per_client` defaults to one image per class, but at least 8 and at most 12. `rows` limits the number of clients,
+    which are picked evenly in order. Class names are drawn above the columns if all rows have the same classes in the
+    same order.
     """
     for name, number in (("per_client", per_client), ("rows", rows)):
         if number is not None and number < 1:
@@ -45,24 +46,24 @@ def contact_sheet(federation: Federation, per_client: int | None = None, rows: i
         draw.text((margin + column * (tile_width + GAP), GAP - 1), text, fill="black", font=font)
     for row, name in enumerate(chosen):
         client = federation.clients[name]
-        place = top + row * (tile_height + GAP)
-        draw.text((GAP, place + tile_height // 2 - 5), labels[name], fill="black", font=font)
+        y = top + row * (tile_height + GAP)
+        draw.text((GAP, y + tile_height // 2 - 5), labels[name], fill="black", font=font)
         shown = client.train.batch(torch.tensor(images[name], device=client.train.y.device))
         for column, image in enumerate(shown):
             picture = _picture(image)
             how = Image.Resampling.NEAREST if picture.width <= tile_width else Image.Resampling.BOX
-            sheet.paste(picture.resize((tile_width, tile_height), how), (margin + column * (tile_width + GAP), place))
+            sheet.paste(picture.resize((tile_width, tile_height), how), (margin + column * (tile_width + GAP), y))
     return sheet
 
 
 def spread(names: Sequence[str], wanted: int) -> tuple[str, ...]:
-    """At most so many of the names, evenly drawn from the first to the last.
+    """Up to `wanted` of the names, evenly spaced from the first to the last.
 
     >>> spread(["a", "b", "c", "d", "e"], 3)
     ('a', 'c', 'e')
     """
-    places = np.linspace(0, len(names) - 1, min(wanted, len(names))).round().astype(int)
-    return tuple(names[place] for place in places)
+    indices = np.linspace(0, len(names) - 1, min(wanted, len(names))).round().astype(int)
+    return tuple(names[i] for i in indices)
 
 
 def _printable(name: str) -> str:
@@ -70,7 +71,7 @@ def _printable(name: str) -> str:
 
 
 def _common(rows: Sequence[list[int]]) -> list[int]:
-    """The labels of the columns, where all rows have the same ones; a shorter row may end early.
+    """The labels of the columns if all rows have the same ones; rows may be shorter.
 
     >>> _common([[0, 1], [0, 1, 2]]), _common([[0, 1], [1, 0]])
     ([0, 1, 2], [])
@@ -79,19 +80,19 @@ def _common(rows: Sequence[list[int]]) -> list[int]:
     return longest if all(row == longest[: len(row)] for row in rows) else []
 
 
-def _fitting(text: str, room: float, width: Callable[[str], float]) -> str:
-    """A word that has no room, cut with a full stop.
+def _fitting(text: str, limit: float, width: Callable[[str], float]) -> str:
+    """Shorten a text that is too wide, with a full stop.
 
     >>> _fitting("mouse", 5, len), _fitting("keyboard", 5, len)
     ('mouse', 'keyb.')
     """
-    if width(text) <= room:
+    if width(text) <= limit:
         return text
-    return next((f"{text[:n]}." for n in range(len(text) - 1, 0, -1) if width(f"{text[:n]}.") <= room), text[:1])
+    return next((f"{text[:n]}." for n in range(len(text) - 1, 0, -1) if width(f"{text[:n]}.") <= limit), text[:1])
 
 
 def _tile(height: int, width: int) -> tuple[int, int]:
-    """Width and height that an image is shown in: small ones whole times larger, large ones smaller.
+    """Width and height of a tile: small images are enlarged by a whole factor, large ones are shrunk.
 
     >>> _tile(16, 16), _tile(64, 64), _tile(224, 112)
     ((48, 48), (64, 64), (56, 112))
@@ -104,7 +105,7 @@ def _tile(height: int, width: int) -> tuple[int, int]:
 
 
 def _varied(client: ClientData, wanted: int) -> list[int]:
-    """Training images one class after the other, then the second of each class, and so on."""
+    """The indices of the first training image of each class, then of the second, and so on."""
     seen: dict[int, int] = {}
     order = []
     for index, label in enumerate(client.train.y.tolist()):
@@ -114,7 +115,7 @@ def _varied(client: ClientData, wanted: int) -> list[int]:
 
 
 def _picture(x: torch.Tensor) -> Image.Image:
-    """uint8 [channels, height, width] as a picture; of other than three channels, the first in grey."""
+    """uint8 [channels, height, width] as a picture; without three channels, the first one in grey."""
     pixels = x.cpu().numpy()
     shown = pixels if len(pixels) == 3 else np.repeat(pixels[:1], 3, axis=0)
     return Image.fromarray(np.ascontiguousarray(shown.transpose(1, 2, 0)))

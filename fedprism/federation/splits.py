@@ -1,4 +1,4 @@
-"""Train, validation and test parts: stratified by class as far as whole images allow, and fixed by the seed."""
+"""Train, validation and test splits: stratified by class and fixed by the seed."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ Indices = NDArray[np.int64]
 
 
 def stratified(indices: Indices, labels: Indices, rng: np.random.Generator) -> Indices:
-    """`indices` in a random order of which every stretch holds the classes in about their overall shares.
+    """Return `indices` in a random order in which each slice has about the overall class shares.
 
-    `labels` are those of `indices`. Each class is shuffled and spread evenly over [0, 1) from a random start.
+    `labels` are the labels of `indices`. Each class is shuffled and spread evenly over [0, 1) from a random start.
     """
-    place = np.empty(len(indices))
+    position = np.empty(len(indices))
     for label in np.unique(labels):
         members = rng.permutation(np.flatnonzero(labels == label))
-        place[members] = (np.arange(len(members)) + rng.random()) / len(members)
-    return indices[np.argsort(place, kind="stable")]
+        position[members] = (np.arange(len(members)) + rng.random()) / len(members)
+    return indices[np.argsort(position, kind="stable")]
 
 
 def count(share: float, n: int, up: bool = False) -> int:
-    """How many images a share of n is: the nearest number, or the next one `up`.
+    """The number of images in a share of n, rounded to the nearest or `up`.
 
     >>> count(0.6, 359), count(0.1, 359), count(0.5, 3), count(0.2, 157, up=True), count(0.2, 295, up=True)
     (215, 36, 2, 32, 59)
@@ -37,7 +37,7 @@ def count(share: float, n: int, up: bool = False) -> int:
 
 
 def check_shares(validation: float, test: float) -> None:
-    """Refuse shares that leave nothing to train on."""
+    """Refuse shares that leave no training images."""
     if validation + test >= 1:
         raise ConfigError(
             f"data.split: validation {validation:g} and test {test:g} leave nothing to train on; "
@@ -46,7 +46,7 @@ def check_shares(validation: float, test: float) -> None:
 
 
 def check_split(config: SplitConfig) -> None:
-    """Refuse shares that do not fit together."""
+    """Refuse shares that contradict each other."""
     if config.rule == "shares":
         if config.train is not None:
             raise ConfigError(
@@ -60,8 +60,8 @@ def check_split(config: SplitConfig) -> None:
         )
 
 
-class Parts(NamedTuple):
-    """Where a client's images go."""
+class SplitIndices(NamedTuple):
+    """The indices of a client's images per split."""
 
     train: Indices
     validation: Indices
@@ -77,30 +77,30 @@ def split(
     own_test: NDArray[np.bool_] | None,
     rng: np.random.Generator,
     round_up: bool = False,
-) -> Parts:
-    """Divide a client's images; shares are of all of them or, with a test part of its own, of the rest.
+) -> SplitIndices:
+    """Split a client's images; shares are of all of them or, with a given test split, of the rest.
 
-    `labels` and `own_test` are those of `indices`. The test part is drawn first, so that it does not depend on the
+    `labels` and `own_test` belong to `indices`. The test split is drawn first, so that it does not depend on the
     other shares.
     """
     if own_test is not None:
-        held = indices[own_test]
+        tested = indices[own_test]
         indices, labels = indices[~own_test], labels[~own_test]
     n = len(indices)
     order = stratified(indices, labels, rng)
     if own_test is None:
-        held, order = np.split(order, [count(test, n, round_up)])
+        tested, order = np.split(order, [count(test, n, round_up)])
     validated, trained = np.split(order, [count(validation, n)])
-    return Parts(trained, validated, held)
+    return SplitIndices(trained, validated, tested)
 
 
-def as_the_smallest(parts: Mapping[str, Parts], config: SplitConfig) -> dict[str, Parts]:
-    """FedBN's rule: with m training images at the smallest client, everybody trains on the first `train` * m of its own
-    and validates on the last `validation` * m; what lies between is left out. Shares are cut to whole numbers."""
-    smallest = min(len(held.train) for held in parts.values())
+def as_the_smallest(splits: Mapping[str, SplitIndices], config: SplitConfig) -> dict[str, SplitIndices]:
+    """FedBN's rule: with m training images at the smallest client, each client trains on its first `train` * m images
+    and validates on its last `validation` * m; those between are left out. Shares are rounded down."""
+    smallest = min(len(own.train) for own in splits.values())
     validated = int(config.validation * smallest + 1e-9)
     trained = smallest - validated if config.train is None else int(config.train * smallest + 1e-9)
     return {
-        client: Parts(held.train[:trained], held.train[len(held.train) - validated :], held.test)
-        for client, held in parts.items()
+        client: SplitIndices(own.train[:trained], own.train[len(own.train) - validated :], own.test)
+        for client, own in splits.items()
     }

@@ -1,4 +1,4 @@
-"""The methods, one file each; `base.py` is the one to read first."""
+"""The methods, one file each; read `base.py` first."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from fedprism.registry import Registry
 
 METHODS: Registry[type[Method]] = Registry("method")
 
-_FILE_MODULE = "fedprism_method_"  # modules made from a user's file
-_SESSION = "session:"  # methods that have no file
+_FILE_MODULE = "fedprism_method_"  # prefix of modules made from a user's file
+_SESSION = "session:"  # prefix of methods without a file
 
 _FILES = (
     "local",
@@ -58,7 +58,7 @@ _FILES = (
 )
 
 
-# The ideas by which methods are listed, in this order; a method names its own as `group`.
+# The groups by which methods are listed, in this order; a method sets its own as `group`.
 GROUPS = (
     "alone",
     "global",
@@ -74,12 +74,12 @@ GROUPS = (
 
 
 def register(cls: type[Method]) -> type[Method]:
-    """File a method under its `id`."""
+    """Register a method under its `id`."""
     return METHODS.register(cls.id)(cls)
 
 
 def make(named: Named) -> Method:
-    """A method from its name and its hyper-parameters."""
+    """Make a method from its name and hyper-parameters."""
     return structure(dict(named.settings), find(named.name), "method")
 
 
@@ -111,16 +111,8 @@ def available() -> dict[str, type[Method]]:
     return found
 
 
-def by_idea() -> dict[str, dict[str, type[Method]]]:
-    """Every method, group by group; ideas that are not known here come last."""
-    found: dict[str, dict[str, type[Method]]] = {group: {} for group in GROUPS}
-    for name, cls in available().items():
-        found.setdefault(cls.group, {})[name] = cls
-    return found
-
-
 def named(method: Method) -> Named:
-    """A method as a configuration holds it: how to find it again, and every hyper-parameter written out."""
+    """A method as a configuration stores it: the name to find it by, and all its hyper-parameters."""
     cls = type(method)
     module = sys.modules.get(cls.__module__)
     file = getattr(module, "__file__", None)
@@ -175,7 +167,7 @@ def _from_file(name: str) -> type[Method]:
 
 
 def _checked(cls: Any, where: str) -> type[Method]:
-    # Without the decorator a class inherits its parent's fields, and its own would silently be no hyper-parameters.
+    # Without the decorator, a class inherits its parent's fields and silently ignores its own.
     if not (isinstance(cls, type) and issubclass(cls, Method) and "__dataclass_fields__" in vars(cls)):
         raise ConfigError(f"{where} is {cls!r}; expected a frozen dataclass that derives from fedprism.Method.")
     return cls

@@ -1,4 +1,4 @@
-"""APFL (Deng et al., 2020): each client is served by a mixture of the global model and one of its own."""
+"""APFL (Deng et al., 2020): each client uses a mixture of the global model and its own model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from fedprism.config import setting, share
 from fedprism.methods import register
-from fedprism.methods.base import Arch, Draw, Info, Me, Method, Net, Now, Parts, Pass, State, Tensors, leaves
+from fedprism.methods.base import Arch, Client, Context, Draw, Info, Method, Net, Parts, Pass, State, Tensors, leaves
 from fedprism.methods.states import inherit, steered
 
 
@@ -29,43 +29,43 @@ class APFL(Method):
     has_global = True
     shows = {"alpha": "share of the personal model in the mixture"}
 
-    alpha: float = setting(0.5, "share of the personal model in the mixture, at first", share, "0 to 1")
-    adaptive: bool = setting(True, "learn that share, for each client; false: it stays")
+    alpha: float = setting(0.5, "initial share of the personal model in the mixture", share, "0 to 1")
+    adaptive: bool = setting(True, "learn this share, per client; false: it is fixed")
 
-    def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
+    def build(self, arch: Arch, client_id: str | None, info: Info, seed: int) -> nn.Module:
         own = Tensors({"alpha": torch.tensor(self.alpha), "trained": torch.tensor(False)})
         return Parts(common=arch.model(seed), personal=arch.model(seed), own=own)
 
-    def shared(self, model: Net, now: Now) -> Collection[str]:
+    def shared(self, model: Net, ctx: Context) -> Collection[str]:
         return leaves.part(model, "common")
 
-    def receive(self, me: Me, now: Now) -> None:
-        super().receive(me, now)
-        alone = self.alpha == 1 and not self.adaptive and now.client not in now.info.later  # as Local
-        if not alone:  # until it trains: half of the mixture would be a model that nobody has trained
-            inherit(me.model, leaves.tensors(me.model.personal))
+    def receive(self, client: Client, ctx: Context) -> None:
+        super().receive(client, ctx)
+        alone = self.alpha == 1 and not self.adaptive and ctx.client_id not in ctx.info.later  # as Local
+        if not alone:  # before its first training: half of the mixture would be an untrained model
+            inherit(client.model, leaves.tensors(client.model.personal))
 
-    def start(self, me: Me, now: Now) -> None:
-        me.keep("lr", torch.full((), now.lr, device=now.device))  # of alpha: 0 after its step
+    def start(self, client: Client, ctx: Context) -> None:
+        client.keep("lr", ctx.lr)  # learning rate of alpha: 0 after its step
 
-    def passes(self, me: Me, now: Now) -> list[Pass]:
+    def passes(self, client: Client, ctx: Context) -> list[Pass]:
         return [Pass(self.loss, end=self.note)]
 
-    def note(self, me: Me, now: Now) -> None:
-        me.model.own["trained"].fill_(True)
+    def note(self, client: Client, ctx: Context) -> None:
+        client.model.own["trained"].fill_(True)
 
-    def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
-        common, personal, held = me.model.common, me.model.personal, me.model.own["alpha"]
-        a, v = held.clone(), dict(personal.named_parameters())
+    def loss(self, client: Client, x: Tensor, y: Tensor) -> Tensor:
+        common, personal, alpha = client.model.common, client.model.personal, client.model.own["alpha"]
+        a, v = alpha.clone(), dict(personal.named_parameters())
         w = {n: p.detach() for n, p in common.named_parameters()}
         bar = mixed(v, w, a)
         loss = cross_entropy(functional_call(personal, bar, (x,)), y)
         slopes = dict(zip(bar, torch.autograd.grad(loss, list(bar.values()), materialize_grads=True), strict=True))
-        if self.adaptive:  # d loss / d alpha = <v - w, gradient at the mixture>; once a round, while w is as received
+        if self.adaptive:  # d loss / d alpha = <v - w, gradient at the mixture>; once per round, while w is as received
             turn = torch.stack([((v[n].detach() - w[n]) * slope).sum() for n, slope in slopes.items()]).sum()
-            held.copy_((a - me["lr"] * turn).clamp(0, 1))
-            me["lr"].zero_()
-        me.log("alpha", held)
+            alpha.copy_((a - client["lr"] * turn).clamp(0, 1))
+            client["lr"].zero_()
+        client.log("alpha", alpha)
         return cross_entropy(common(x), y) + steered(loss, bar, slopes)
 
     def predict(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
@@ -77,5 +77,5 @@ class APFL(Method):
 
 
 def mixed(v: State, w: State, a: Tensor) -> State:
-    """a v + (1 - a) w; counters, which are whole numbers, are v's."""
+    """a v + (1 - a) w; integer counters are those of v."""
     return {n: a * t + (1 - a) * w[n] if t.is_floating_point() else t for n, t in v.items()}

@@ -1,22 +1,24 @@
 """What a method is: the hooks that make it differ from FedAvg. Read this file first.
 
-A method is a frozen dataclass: its fields are its hyper-parameters and nothing else lives on `self`. Every hook has
-FedAvg's behaviour as its default, so a method's file holds only what is special about it:
+A method is a frozen dataclass. Its fields are its hyper-parameters; nothing else lives on `self`. Every hook defaults
+to FedAvg, so a method's file holds only what is special about it:
 
-    server                              client (one round)
-    ------                              ------------------
-    send(server, client)  ----------->  receive, start, passes (each: loss or step, epochs), upload
-    aggregate(server, uploads)  <-----------------------------------------------------------+
+    server                                  client, one round
+    ------                                  -----------------
+    send(server, client_id)  ------------>  receive, start, passes (each: loss or step, epochs), upload
+    aggregate(server, uploads)  <---------------------------------------------------------------+
 
-What crosses is a flat dict `State` (name -> tensor), so that it can be counted, checked, written and sent without a
-method knowing. What a client keeps between rounds is the state dict of the module that `build` makes: its keys never
-change. A loss must not wait for the device (`.item()`, `if tensor`, boolean indexing): then an engine can record it
-once and replay it.
+What crosses is a flat dict of tensors (`State`), so that it can be counted, checked, written and sent without a method
+knowing. What a client keeps between rounds is the state dict of the module that `build` returns; its keys never change.
+
+A loss works with tensors only: no `.item()`, no `if tensor`, no boolean indexing. Some engines run it once and then
+repeat the same operations for every batch.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -35,85 +37,85 @@ from fedprism.methods.states import Net, Parts, State, Tensors, average, copy_al
 from fedprism.models import Arch
 
 Draw = Callable[..., Tensor]
-Kind = Literal["weights", "buffers", "scalar", "prototype", "factors"]
+UploadKind = Literal["weights", "buffers", "scalar", "prototype", "factors"]
 
 
 @dataclass(frozen=True)
 class Info:
-    """Public knowledge: all that a real site knows of the federation it is in."""
+    """What everybody knows of the federation: all that a real site knows."""
 
     clients: tuple[str, ...]
     classes: int
     archs: Mapping[str, Arch]
     seed: int
-    later: tuple[str, ...] = ()  # clients that came after the set-up, in the order in which they came
+    later: tuple[str, ...] = ()  # clients that joined after the start, in the order in which they joined
 
-    def arch_of(self, client: str) -> Arch:
-        """A client's architecture; who came later has the server's."""
-        return self.archs.get(client, self.arch) if client in self.later else self.archs[client]
+    def arch_of(self, client_id: str) -> Arch:
+        """The architecture of a client; one that joined later may have the server's."""
+        return self.archs.get(client_id, self.arch) if client_id in self.later else self.archs[client_id]
 
     @property
     def arch(self) -> Arch:
-        """The architecture of the server's model: everybody's, or the first client's where they differ."""
+        """The architecture of the server's model: the first client's, where clients differ."""
         return self.archs[self.clients[0]]
 
     @cached_property
     def mixed(self) -> bool:
+        """Do clients have different architectures?"""
         return len(set(self.archs.values())) > 1
 
     @cached_property
-    def place(self) -> Mapping[str, int]:
-        """Which client in order each one is."""
-        return {client: place for place, client in enumerate((*self.clients, *self.later))}
+    def index(self) -> Mapping[str, int]:
+        """Client -> its position in client order."""
+        return {client_id: i for i, client_id in enumerate((*self.clients, *self.later))}
 
 
 @dataclass(frozen=True)
-class Now:
-    """Where we are, for the hooks that run once a round (never for a loss)."""
+class Context:
+    """Where the run stands, for the hooks that are called once per round (never for a loss)."""
 
     round: int  # counts from 0
     rounds: int
     info: Info
     train: TrainConfig
-    lr: float  # as the schedule has it in this round; in an adaptation the full one
+    lr: float  # of this round, after the schedule; in an adaptation the full one
     weighting: str
-    client: str | None = None  # None: the server
-    shared: tuple[str, ...] = ()  # what travels: `Method.shared` less what the batch-norm policy keeps at home
+    client_id: str | None = None  # None: the server
+    shared: tuple[str, ...] = ()  # leaves that travel: `Method.shared` without what the batch-norm policy keeps local
     data: ClientData | None = None
     public: Split | None = None  # images that everybody has (`data.public`)
-    down: State = field(default_factory=dict)  # what was received this round
-    steps: Mapping[str, int] = field(default_factory=dict)  # optimiser steps done this round, by pass
-    new: bool = False  # this client's first time
-    device: torch.device = torch.device("cpu")
+    download: State = field(default_factory=dict)  # what was received this round
+    steps: Mapping[str, int] = field(default_factory=dict)  # optimiser steps done this round, per pass
+    is_new: bool = False  # this client's first round
     logs: dict[str, dict[str, float]] = field(default_factory=dict)  # of the server: client -> name -> value
 
-    def but(self, **changes: Any) -> Now:
-        """With some fields changed: `dataclasses.replace` in a quarter of the time, which many clients make felt."""
-        other = object.__new__(Now)
+    def replace(self, **changes: Any) -> Context:
+        """A copy with some fields changed. `dataclasses.replace` takes four times as long."""
+        other = object.__new__(Context)
         other.__dict__.update(self.__dict__, **changes)
         return other
 
-    def rng(self, *purpose: int | str) -> torch.Generator:
-        """A generator of this seed, round, client and purpose."""
-        return keys.generator(self.info.seed, *purpose, self.round, self.client or "server", device=self.device)
+    def rng(self, *purpose: int | str, like: Tensor | None = None) -> torch.Generator:
+        """A generator keyed by seed, purpose, round and client. `like` is a tensor beside which it is used."""
+        return keys.generator(self.info.seed, *purpose, self.round, self.client_id or "server", like=like)
 
-    def log(self, name: str, client: str, value: float | Tensor) -> None:
-        """Record what the server found of a client this round, beside what the client itself logs."""
-        if self.client is not None:
+    def log(self, name: str, client_id: str, value: float | Tensor) -> None:
+        """Record what the server found out about a client this round."""
+        if self.client_id is not None:
             raise FedprismError(
-                f"`now.log({name!r}, ...)` was called on a client; it is the server's, a client's is me.log."
+                f"`ctx.log({name!r}, ...)` was called on a client; it is the server's, a client's is client.log."
             )
-        self.logs.setdefault(client, {})[name] = float(value)
+        self.logs.setdefault(client_id, {})[name] = float(value)
 
     @property
     def local(self) -> ClientData:
-        """This client's data; only on a client."""
+        """This client's data."""
         if self.data is None:
-            raise FedprismError("`now.local` was asked for on the server, which has no data.")
+            raise FedprismError("`ctx.local` was asked for on the server, which has no data.")
         return self.data
 
     def split(self, name: str) -> Split:
-        """The part of the data that a pass runs over: train, validation, test or public."""
+        """The data that a pass runs over: train, validation, test or public."""
         if name != "public":
             return self.local.split(name)
         if self.public is None or not len(self.public):
@@ -121,55 +123,64 @@ class Now:
         return self.public
 
     def weights(self, uploads: Sequence[Upload]) -> list[float]:
-        """Each upload's share of an average: by training samples or uniform, as configured."""
+        """The weight of each upload in an average: by training samples or uniform, as configured."""
         sizes = [float(u.samples) if self.weighting == "samples" else 1.0 for u in uploads]
         return [size / sum(sizes) for size in sizes]
 
 
 @dataclass(frozen=True)
 class Upload:
-    """What one client sent, with its number of training samples."""
+    """What one client sent, and its number of training samples."""
 
-    client: str
+    client_id: str
     samples: int
     state: State
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What one look at a batch shows: the prediction, and what the records keep beside it at every evaluation."""
+class Output:
+    """The prediction for one batch, and what every evaluation records beside it."""
 
-    scores: Tensor  # [batch, classes]: what `predict` gives
-    paths: Mapping[str, Tensor] = field(default_factory=dict)  # scores of parts by themselves: their accuracy is kept
-    means: Mapping[str, Tensor] = field(default_factory=dict)  # values [batch, ...]: their mean is kept
-    spreads: Mapping[str, Tensor] = field(default_factory=dict)  # values [batch, ...]: their quantiles are kept
+    scores: Tensor  # [batch, classes]: what `predict` returns
+    branches: Mapping[str, Tensor] = field(default_factory=dict)  # scores of parts of the model: their accuracy is kept
+    means: Mapping[str, Tensor] = field(default_factory=dict)  # values [batch, ...] whose mean is kept
+    quantiles: Mapping[str, Tensor] = field(default_factory=dict)  # values [batch, ...] whose quantiles are kept
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One stretch of local training. `trains=()` is a sweep without gradient, in eval mode, that fills scratch."""
+    """One phase of local training. `trains=()`: a sweep over the data in eval mode, without gradients."""
 
-    loss: Callable[[Me, Tensor, Tensor], Tensor | None]
-    name: str = "train"  # keys noise and captured graphs
-    trains: Collection[str] | None = None  # leaves that are trained; None: all. Norm layers outside it run in eval mode
+    loss: Callable[[Client, Tensor, Tensor], Tensor | None]
+    name: str = "train"  # part of the key of its noise; unique within a round
+    # Leaves that are trained; None: all. Norm layers outside run in eval mode. A pass with a `step` must name them.
+    trains: Collection[str] | None = None
     epochs: int | None = None  # None: train.epochs
-    steps: int | None = None  # at most so many steps, whatever the epochs
-    optimizer: Mapping[str, Any] = field(default_factory=dict)  # laid over train.optimizer
+    steps: int | None = None  # at most this many steps, whatever the epochs
+    optimizer: Mapping[str, Any] = field(default_factory=dict)  # overrides train.optimizer
     scheduled: bool = True  # does its learning rate follow train.schedule? In an adaptation it should not
-    batch: int | None = None  # None: train.batch
-    least: int = 2  # a smaller last batch is merged into the one before (batch norm cannot train on one sample)
+    batch_size: int | None = None  # None: train.batch_size
+    min_batch: int = 2  # a smaller last batch is merged into the one before (batch norm cannot train on one sample)
     data: Literal["train", "validation", "public"] = "train"
-    stream: str = ""  # batch order of its own; "": the same order as every other pass
-    step: Callable[[Me, Tensor, Tensor, torch.optim.Optimizer], None] | None = None  # instead of loss, backward, update
-    start: Callable[[Me, Now], None] | None = None
-    end: Callable[[Me, Now], None] | None = None
+    stream: str = ""  # key of its own batch order; "": the order that all passes share
+    step: Callable[[Client, Tensor, Tensor, torch.optim.Optimizer], None] | None = None  # replaces loss and update
+    start: Callable[[Client, Context], None] | None = None
+    end: Callable[[Client, Context], None] | None = None
+
+    def __post_init__(self) -> None:
+        # A step of one's own often trains one part only, and would move the statistics of every norm layer with it.
+        if self.step is not None and self.trains is None:
+            raise ConfigError(
+                f"pass {self.name!r} has a step of its own, so say what it trains: trains=leaves.part(model, ...), or "
+                "trains=leaves.everything(model) for all of it. Norm layers outside of that run in eval mode."
+            )
 
 
-class Me:
-    """A slot: one client's turn at training, and all that a loss or a step may read.
+class Client:
+    """The client whose turn it is: its model, and all that a loss or a step may read.
 
-    `keep` and `freeze` allocate once and refill in place, because a slot serves many clients and a captured graph reads
-    fixed addresses. Scratch does not outlive the round; what inference needs belongs into the model that `build` makes.
+    One object serves many clients, one after the other. `keep` and `freeze` therefore allocate once and refill in
+    place. Scratch does not outlive the round; what inference needs belongs into the model that `build` returns.
     """
 
     def __init__(self, model: Net, config: TrainConfig, info: Info) -> None:
@@ -177,28 +188,29 @@ class Me:
         self.config = config
         self.info = info
         self.scratch: dict[str, Tensor | State | nn.Module] = {}
-        self.sums: State = {}  # of what was logged this round, by name; and how many values each is of
-        self.counts: dict[str, int] = {}
-        self.draw: Draw = no_draw  # uniform noise in (0, 1), keyed by the engine: me.draw("name", *shape)
-        self.ones: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        self.replay: Any = None  # an engine's: what records the steps of a pass and replays them
+        self.log_sums: State = {}  # name -> sum of what was logged this round
+        self.log_counts: dict[str, int] = {}  # name -> number of values in the sum
+        self.draw: Draw = no_draw  # uniform noise in (0, 1): client.draw("name", *shape)
 
-    def keep(self, name: str, value: Tensor | Mapping[str, Tensor]) -> None:
-        """Copy a tensor, or a dict of them, into scratch; read it back as `me[name]`."""
+    def keep(self, name: str, value: Tensor | Mapping[str, Tensor] | float) -> None:
+        """Copy a tensor, a dict of tensors or a number into scratch; read it back as `client[name]`."""
         old = self.scratch.get(name)
-        if isinstance(value, Tensor):
+        if isinstance(value, Mapping):
+            kept = old if isinstance(old, dict) else {}
+            self.scratch[name] = {leaf: _refilled(kept.get(leaf), tensor) for leaf, tensor in value.items()}
+        elif isinstance(value, Tensor):
             self.scratch[name] = _refilled(old, value)
         else:
-            held = old if isinstance(old, dict) else {}
-            self.scratch[name] = {leaf: _refilled(held.get(leaf), tensor) for leaf, tensor in value.items()}
+            beside = next(iter(leaves.tensors(self.model).values()))
+            self.scratch[name] = _refilled(old, beside.new_full((), value, dtype=torch.get_default_dtype()))
 
     def freeze(
         self, name: str, module: nn.Module, state: Mapping[str, Tensor] | None = None, training: bool = False
     ) -> None:
-        """Keep a copy of `module`, with `state` if given, whose parameters do not train; call it as `me[name](x)`."""
+        """Keep a copy of `module`, with `state` if given, that does not train; call it as `client[name](x)`."""
         old = self.scratch.get(name)
         if not isinstance(old, nn.Module):
-            old = self.scratch[name] = copy.deepcopy(module).requires_grad_(False)
+            old = self.scratch[name] = leaves.seal(copy.deepcopy(module).requires_grad_(False))
         own, given = leaves.tensors(old), leaves.tensors(module) if state is None else state
         copy_all(list(own.values()), [given[leaf] for leaf in own])
         old.train(training)
@@ -207,42 +219,32 @@ class Me:
         return self.scratch[name]
 
     def log(self, name: str, value: Tensor) -> None:
-        """Record the mean of a value over the round, without waiting for the device."""
-        if name not in self.sums:
-            self.sums[name] = torch.zeros((), dtype=torch.float64, device=value.device)
-        self.log_into(self.sums, name, value)
-        self.counts[name] = self.counts.get(name, 0) + 1
-
-    def log_into(self, sums: State, name: str, value: Tensor) -> None:
-        """Add the mean of a value to its sum."""
-        value = value.detach()
-        value = value.float().mean() if value.ndim else value
-        if name in sums:
-            sums[name].add_(value)
-        else:
-            sums[name] = value.to(torch.float64, copy=True)
+        """Record the mean of a value over the round."""
+        if name not in self.log_sums:
+            self.log_sums[name] = value.new_zeros((), dtype=torch.float64)
+        self.log_sums[name].add_(logged(value))
+        self.log_counts[name] = self.log_counts.get(name, 0) + 1
 
     def clear_logs(self) -> None:
-        """Forget what was logged; the sums stay where they are."""
-        self.counts.clear()
-        if self.sums:
-            torch._foreach_zero_(list(self.sums.values()))
-
-    def backward(self, loss: Tensor) -> None:
-        """Gradients of a loss; what they start from is made once, not in every step."""
-        kind = (loss.dtype, loss.device)
-        if kind not in self.ones:
-            self.ones[kind] = torch.ones_like(loss)
-        loss.backward(self.ones[kind])  # type: ignore[no-untyped-call]
+        """Forget what was logged."""
+        self.log_counts.clear()
+        if self.log_sums:
+            torch._foreach_zero_(list(self.log_sums.values()))
 
     def parameters(self, names: Collection[str] | None = None) -> State:
         """The model's parameters by name, or those of them that are in `names`."""
         return {n: p for n, p in self.model.named_parameters() if names is None or n in names}
 
 
+def logged(value: Tensor) -> Tensor:
+    """The number that a log adds up: a value's mean."""
+    value = value.detach()
+    return value.float().mean() if value.ndim else value
+
+
 def _refilled(old: object, value: Tensor) -> Tensor:
-    """A copy of `value`, in the place of an old tensor of the same kind where there is one."""
-    if isinstance(old, Tensor) and (old.shape, old.dtype, old.device) == (value.shape, value.dtype, value.device):
+    """A copy of `value`: in the memory of `old`, where that is a tensor of the same kind."""
+    if isinstance(old, Tensor) and old.shape == value.shape and old.type() == value.type():
         return old.copy_(value.detach())
     return value.detach().clone()
 
@@ -255,7 +257,7 @@ def no_draw(name: str, *shape: int) -> Tensor:
 class Method:
     """FedAvg, hook by hook. Override what differs."""
 
-    # What a user is told (`fedprism list methods`, `fedprism explain METHOD`).
+    # What users read (`fedprism list methods`, `fedprism explain METHOD`).
     id: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     idea: ClassVar[str] = ""
@@ -278,6 +280,7 @@ class Method:
         super().__init_subclass__()
         if "id" not in cls.__dict__:  # a user's own method need not name itself
             cls.id = cls.__name__.lower()
+        _check_hooks(cls)
 
     @property
     def mixed(self) -> bool:
@@ -287,73 +290,73 @@ class Method:
     # --- what there is -----------------------------------------------------------------------------------------------
 
     def facts(self, info: Info) -> Mapping[str, str]:
-        """What it decides by looking at the clients, for people: name and words."""
+        """What the method decides from the list of clients, for people to read: name -> words."""
         return {}
 
-    def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
-        """The named parts that this client owns (None: the server's), with their first weights."""
+    def build(self, arch: Arch, client_id: str | None, info: Info, seed: int) -> nn.Module:
+        """The model of this client (None: the server's) with its first weights: all that the client owns."""
         return arch.model(seed)
 
-    def shared(self, model: Net, now: Now) -> Collection[str]:
+    def shared(self, model: Net, ctx: Context) -> Collection[str]:
         """Which leaves travel this round; by part or module type, never by a piece of a name."""
         return leaves.everything(model)
 
-    def uploads(self, model: Net, now: Now) -> Mapping[str, Kind]:
+    def uploads(self, model: Net, ctx: Context) -> Mapping[str, UploadKind]:
         """What `upload` will hold, and of which kind each entry is."""
         parameters = set(leaves.parameters(model))
-        return {name: "weights" if name in parameters else "buffers" for name in now.shared}
+        return {name: "weights" if name in parameters else "buffers" for name in ctx.shared}
 
     # --- the server --------------------------------------------------------------------------------------------------
 
-    def server(self, model: Net, now: Now) -> State:
+    def server(self, model: Net, ctx: Context) -> State:
         """The server's first state; its keys never change."""
         state = model.state_dict()
-        return {name: state[name].clone() for name in now.shared}
+        return {name: state[name].clone() for name in ctx.shared}
 
-    def send(self, server: State, client: str | None, now: Now) -> State:
-        """What goes to this client: the same for all, or its own. None: a stranger."""
-        return {name: server[name] for name in now.shared}
+    def send(self, server: State, client_id: str | None, ctx: Context) -> State:
+        """What goes to this client: the same for all, or its own. None: a client that nobody knows yet."""
+        return {name: server[name] for name in ctx.shared}
 
-    def aggregate(self, server: State, uploads: Sequence[Upload], now: Now) -> State:
-        """The server's next state from any subset of uploads, given in client order. Mutates nothing."""
-        return {**server, **average([u.state for u in uploads], now.weights(uploads))}
+    def aggregate(self, server: State, uploads: Sequence[Upload], ctx: Context) -> State:
+        """The server's next state from the uploads of any subset of clients, in client order. Changes no input."""
+        return {**server, **average([u.state for u in uploads], ctx.weights(uploads))}
 
     # --- the client --------------------------------------------------------------------------------------------------
 
-    def receive(self, me: Me, now: Now) -> None:
+    def receive(self, client: Client, ctx: Context) -> None:
         """Put what was sent into the model, and only that: it is what the moment `received` tests."""
-        load(me.model, now.down)
+        load(client.model, ctx.download)
 
-    def start(self, me: Me, now: Now) -> None:
+    def start(self, client: Client, ctx: Context) -> None:
         """Fill scratch (snapshots, teachers); called only when something will train."""
 
-    def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
+    def loss(self, client: Client, x: Tensor, y: Tensor) -> Tensor:
         """The loss of one batch."""
-        return cross_entropy(me.model(x), y)
+        return cross_entropy(client.model(x), y)
 
-    def passes(self, me: Me, now: Now) -> list[Pass]:
+    def passes(self, client: Client, ctx: Context) -> list[Pass]:
         """What is trained, in which order, for how long, by which loss."""
         return [Pass(self.loss)]
 
-    def adapt(self, me: Me, now: Now) -> list[Pass]:
-        """Run on a throw-away copy before the moment `adapted`; by default a newcomer's training, else nothing.
+    def adapt(self, client: Client, ctx: Context) -> list[Pass]:
+        """Passes on a throw-away copy before the moment `adapted`; by default training for new clients, else none.
 
-        At the full learning rate: a client that comes when a schedule has ended is not to learn nothing.
+        They use the full learning rate: a client that joins when a schedule has ended would learn nothing otherwise.
         """
-        return [replace(each, scheduled=False) for each in self.passes(me, now)] if now.new else []
+        return [replace(spec, scheduled=False) for spec in self.passes(client, ctx)] if ctx.is_new else []
 
-    def upload(self, me: Me, now: Now) -> State:
+    def upload(self, client: Client, ctx: Context) -> State:
         """What goes to the server, as declared by `uploads`."""
-        state = leaves.tensors(me.model)
-        return {name: state[name] for name in now.shared}
+        state = leaves.tensors(client.model)
+        return {name: state[name] for name in ctx.shared}
 
     # --- the wire ----------------------------------------------------------------------------------------------------
 
-    def encode(self, state: State, now: Now) -> State:
+    def encode(self, state: State, ctx: Context) -> State:
         """Compress what is about to be sent, in either direction."""
         return state
 
-    def decode(self, state: State, now: Now) -> State:
+    def decode(self, state: State, ctx: Context) -> State:
         """The inverse of `encode`."""
         return state
 
@@ -361,33 +364,58 @@ class Method:
 
     def predict(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
         """Scores `[batch, classes]` of a client's own model; their softmax is the prediction."""
-        return model(x) if type(self).examine is Method.examine else self.examine(model, x, draw).scores
+        plain = type(self).forward_details is Method.forward_details
+        return model(x) if plain else self.forward_details(model, x, draw).scores
 
-    def examine(self, model: Net, x: Tensor, draw: Draw) -> Seen:
-        """The scores with what there is to see inside; a method that has something overrides this, not `predict`."""
-        return Seen(model(x) if type(self).predict is Method.predict else self.predict(model, x, draw))
+    def forward_details(self, model: Net, x: Tensor, draw: Draw) -> Output:
+        """The scores, and what is recorded beside them: a method that has some overrides this instead of `predict`."""
+        return Output(model(x) if type(self).predict is Method.predict else self.predict(model, x, draw))
 
     def predict_global(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
         """Scores of the one global model, where there is one (`has_global`)."""
         return self.predict(model, x, draw)
 
 
+def _check_hooks(cls: type[Method]) -> None:
+    """Refuse a helper that has a hook's name by accident: it would silently replace the hook."""
+    for name, own in vars(cls).items():
+        hook = getattr(Method, name, None)
+        if name.startswith("_") or hook is None or name not in vars(Method):
+            continue
+        if inspect.isfunction(hook):
+            count = len(inspect.signature(hook).parameters)
+            try:
+                inspect.signature(own).bind(*range(count))
+                fits = inspect.isfunction(own)
+            except (TypeError, ValueError):
+                fits = False
+            expected = f"def {name}{inspect.signature(hook)}"
+        else:
+            fits = not inspect.isfunction(own)
+            expected = f"a value: {name} is what a method says of itself"
+        if not fits:
+            raise ConfigError(
+                f"{cls.__name__}.{name} has the name of a hook of fedprism.Method, but not its form; expected "
+                f"{expected}. Give your helper another name."
+            )
+
+
 # All that a method's file needs: `from fedprism.methods.base import ...`.
 __all__ = [
     "Arch",
+    "Client",
     "ClientData",
+    "Context",
     "Draw",
     "Info",
-    "Kind",
-    "Me",
     "Method",
     "Net",
-    "Now",
+    "Output",
     "Parts",
     "Pass",
-    "Seen",
     "State",
     "Tensors",
     "Upload",
+    "UploadKind",
 ]
 __all__ += ["average", "gumbel", "keys", "leaves", "load", "setting", "squared_distance"]

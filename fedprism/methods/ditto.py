@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from fedprism.config import positive, setting
 from fedprism.methods import register
-from fedprism.methods.base import Arch, Draw, Info, Me, Method, Net, Now, Parts, Pass, leaves, squared_distance
+from fedprism.methods.base import Arch, Client, Context, Draw, Info, Method, Net, Parts, Pass, leaves, squared_distance
 
 
 @register
@@ -28,32 +28,32 @@ class Ditto(Method):
 
     lam: float = setting(0.1, "weight of the pull: lam/2 |v - w_received|^2", lambda v: v >= 0, "0 or more")
     personal_epochs: int | None = setting(
-        None, "epochs on the personal model; null: train.epochs", positive, "1 or more"
+        None, "epochs of the personal model; null: train.epochs", positive, "1 or more"
     )
 
-    def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
+    def build(self, arch: Arch, client_id: str | None, info: Info, seed: int) -> nn.Module:
         return Parts(common=arch.model(seed), personal=arch.model(seed))
 
-    def shared(self, model: Net, now: Now) -> Collection[str]:
+    def shared(self, model: Net, ctx: Context) -> Collection[str]:
         return leaves.part(model, "common")
 
-    def start(self, me: Me, now: Now) -> None:
-        me.keep("anchor", dict(me.model.common.named_parameters()))
+    def start(self, client: Client, ctx: Context) -> None:
+        client.keep("anchor", dict(client.model.common.named_parameters()))
 
-    def passes(self, me: Me, now: Now) -> list[Pass]:
-        common, personal = leaves.part(me.model, "common"), leaves.part(me.model, "personal")
+    def passes(self, client: Client, ctx: Context) -> list[Pass]:
+        common, personal = leaves.part(client.model, "common"), leaves.part(client.model, "personal")
         return [
             Pass(self.common_loss, "common", trains=common),
             Pass(self.loss, "personal", trains=personal, epochs=self.personal_epochs),
         ]
 
-    def common_loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
-        return cross_entropy(me.model.common(x), y)
+    def common_loss(self, client: Client, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(client.model.common(x), y)
 
-    def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
-        pull = squared_distance(dict(me.model.personal.named_parameters()), me["anchor"])
-        me.log("pull", pull)
-        return cross_entropy(me.model.personal(x), y) + 0.5 * self.lam * pull
+    def loss(self, client: Client, x: Tensor, y: Tensor) -> Tensor:
+        pull = squared_distance(dict(client.model.personal.named_parameters()), client["anchor"])
+        client.log("pull", pull)
+        return cross_entropy(client.model.personal(x), y) + 0.5 * self.lam * pull
 
     def predict(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
         return model.personal(x)

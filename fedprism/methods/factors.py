@@ -1,4 +1,4 @@
-"""Updates instead of weights, and matrices as the factors of their singular value decomposition (SVD)."""
+"""The base of methods that send updates, compressed by a truncated singular value decomposition (SVD)."""
 
 from __future__ import annotations
 
@@ -9,107 +9,107 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fedprism.methods import leaves
-from fedprism.methods.base import Kind, Me, Method, Net, Now, Parts, State, Tensors, Upload, average, load
+from fedprism.methods.base import Client, Context, Method, Net, Parts, State, Tensors, Upload, UploadKind, average, load
 from fedprism.methods.states import copy_all
 
 Factors = tuple[Tensor, Tensor, Tensor]  # U [rows, rank], S [rank], V [rank, columns...]
 
 MARK = "|"  # between a leaf's name and U, S or V
 UPDATE, OLD = "update.", "old."
-ROUND = "round"  # in which a client last trained, beside what it trained from
-SINCE = "since"  # the first round that begins with the weights after an update
+ROUND = "round"  # the round in which a client last trained
+SINCE = "since"  # the first round that starts from the weights after an update
 
-# What goes to many is factored once: a state's tensors are never changed.
+# A cache of factors: the same tensor goes to many clients, and a state's tensors are never changed.
 _known: MutableMapping[Tensor, tuple[float, Factors | None]] = WeakTensorKeyDictionary()
 
 
 class Updates(Method):
-    """FedAvg in updates: what was shared moves by the mean of the clients' updates, compressed on both ways.
+    """FedAvg of updates: the shared weights move by the mean of the clients' updates, compressed in both directions.
 
-    A client keeps what it last trained from, and in which round, in the part `received` of its model (`room`). The
-    server knows who has trained from its newest weights but one, and sends the last update to those, and the weights to
-    all others. With an update goes the round since which it counts: where nobody's upload arrives it is sent again, and
-    who has trained from it meanwhile must not add it twice. So both go on from the same weights, whatever an update
-    loses on its way.
+    A client stores the weights that it last trained from, and the round, in the part `received` of its model (`room`).
+    The server sends the last update to clients that trained from the weights before it, and the weights to all others.
+    An update carries the round since which it applies: if no upload arrives, it is sent again, and a client that has
+    already trained from it must not add it twice. Server and clients thus continue from the same weights, whatever the
+    compression loses.
     """
 
-    def energy(self, now: Now) -> float:
-        """Which share is sent of an update that is new in this round."""
+    def energy(self, ctx: Context) -> float:
+        """The share of energy to send of an update that is new in this round."""
         raise NotImplementedError
 
-    # --- the server: the weights before their last update, that update and its round, and who has them ---------------
+    # --- the server: the weights before the last update, that update, its round, and which clients have the weights --
 
-    def server(self, model: Net, now: Now) -> State:
-        first, nobody = super().server(model, now), torch.zeros(len(now.info.clients), dtype=torch.bool)
+    def server(self, model: Net, ctx: Context) -> State:
+        first, has = super().server(model, ctx), torch.zeros(len(ctx.info.clients), dtype=torch.bool)
         updates = {UPDATE + name: torch.zeros_like(tensor) for name, tensor in first.items()}
         old = {OLD + name: tensor for name, tensor in first.items()}
-        return {**old, **updates, SINCE: torch.tensor(0), "has": nobody}
+        return {**old, **updates, SINCE: torch.tensor(0), "has": has}
 
-    def send(self, server: State, client: str | None, now: Now) -> State:
-        if client in now.info.clients and server["has"][now.info.place[client]]:
-            return self.update(server, now)
-        return self.moved(server, now)
+    def send(self, server: State, client_id: str | None, ctx: Context) -> State:
+        if client_id in ctx.info.clients and server["has"][ctx.info.index[client_id]]:
+            return self.update(server, ctx)
+        return self.moved(server, ctx)
 
-    def update(self, server: State, now: Now) -> State:
-        """The last update, before it is compressed, and the round since which it counts."""
-        return {**{UPDATE + name: server[UPDATE + name] for name in now.shared}, SINCE: server[SINCE]}
+    def update(self, server: State, ctx: Context) -> State:
+        """The last update, uncompressed, and the round since which it applies."""
+        return {**{UPDATE + name: server[UPDATE + name] for name in ctx.shared}, SINCE: server[SINCE]}
 
-    def moved(self, server: State, now: Now) -> State:
-        """The weights with their last update, as it is sent."""
-        update = self.decode(self.encode(self.update(server, now), now), now)
-        return {name: server[OLD + name] + update[UPDATE + name] for name in now.shared}
+    def moved(self, server: State, ctx: Context) -> State:
+        """The weights after the last update, as the compressed update gives them."""
+        update = self.decode(self.encode(self.update(server, ctx), ctx), ctx)
+        return {name: server[OLD + name] + update[UPDATE + name] for name in ctx.shared}
 
-    def aggregate(self, server: State, uploads: Sequence[Upload], now: Now) -> State:
+    def aggregate(self, server: State, uploads: Sequence[Upload], ctx: Context) -> State:
         has = torch.zeros_like(server["has"])
-        has[[now.info.place[u.client] for u in uploads if u.client in now.info.clients]] = True
-        old = {OLD + name: tensor for name, tensor in self.moved(server, now).items()}
-        since = torch.full_like(server[SINCE], now.round + 1)
-        mean = average([u.state for u in uploads], now.weights(uploads))
+        has[[ctx.info.index[u.client_id] for u in uploads if u.client_id in ctx.info.clients]] = True
+        old = {OLD + name: tensor for name, tensor in self.moved(server, ctx).items()}
+        since = torch.full_like(server[SINCE], ctx.round + 1)
+        mean = average([u.state for u in uploads], ctx.weights(uploads))
         return {**server, **old, **mean, SINCE: since, "has": has}
 
     # --- the client --------------------------------------------------------------------------------------------------
 
-    def receive(self, me: Me, now: Now) -> None:
-        down, old = now.down, me.model.received
+    def receive(self, client: Client, ctx: Context) -> None:
+        down, old = ctx.download, client.model.received
         if SINCE in down:
             older = old[ROUND] < down[SINCE]
-            down = {name: torch.where(older, old[name] + down[UPDATE + name], old[name]) for name in now.shared}
-        load(me.model, down)
+            down = {name: torch.where(older, old[name] + down[UPDATE + name], old[name]) for name in ctx.shared}
+        load(client.model, down)
 
-    def start(self, me: Me, now: Now) -> None:
-        own = leaves.tensors(me.model)
-        copy_all([me.model.received[name] for name in now.shared], [own[name] for name in now.shared])
-        me.model.received[ROUND].fill_(now.round)
+    def start(self, client: Client, ctx: Context) -> None:
+        own = leaves.tensors(client.model)
+        copy_all([client.model.received[name] for name in ctx.shared], [own[name] for name in ctx.shared])
+        client.model.received[ROUND].fill_(ctx.round)
 
-    def uploads(self, model: Net, now: Now) -> Mapping[str, Kind]:
-        return {UPDATE + name: kind for name, kind in super().uploads(model, now).items()}
+    def uploads(self, model: Net, ctx: Context) -> Mapping[str, UploadKind]:
+        return {UPDATE + name: kind for name, kind in super().uploads(model, ctx).items()}
 
-    def upload(self, me: Me, now: Now) -> State:
-        return {UPDATE + name: t - me.model.received[name] for name, t in super().upload(me, now).items()}
+    def upload(self, client: Client, ctx: Context) -> State:
+        return {UPDATE + name: t - client.model.received[name] for name, t in super().upload(client, ctx).items()}
 
-    # --- the wire: updates as factors, weights as they are -----------------------------------------------------------
+    # --- serialisation: updates as factors, weights unchanged --------------------------------------------------------
 
-    def encode(self, state: State, now: Now) -> State:
+    def encode(self, state: State, ctx: Context) -> State:
         if not all(name.startswith(UPDATE) or name == SINCE for name in state):
             return state
-        since = int(state[SINCE]) if SINCE in state else now.round  # sent again, an update is what it was
-        return factored(state, self.energy(now.but(round=since)))
+        since = int(state[SINCE]) if SINCE in state else ctx.round  # a repeated update stays the same
+        return factored(state, self.energy(ctx.replace(round=since)))
 
-    def decode(self, state: State, now: Now) -> State:
+    def decode(self, state: State, ctx: Context) -> State:
         return multiplied(state)
 
 
 def room(**parts: nn.Module) -> Tensors:
-    """For what a client trained from, and when: the part `received` of the model of which these are parts."""
+    """The part `received` of a model with these parts: the weights that a client trained from, and the round."""
     return Tensors({**Parts(**parts).state_dict(), ROUND: torch.tensor(-1)})
 
 
 @torch.no_grad()
 def factored(state: State, energy: float) -> State:
-    """Every leaf of two or more dimensions as three: U, S and V of the matrix that has a row for each output.
+    """Replace each leaf of two or more dimensions by U, S and V of its matrix, which has one row per output.
 
-    The rank is the smallest that keeps this share of the squared singular values. A leaf stays as it is where factors
-    would take no less room; those come first.
+    The rank is the smallest that keeps this share of the squared singular values. A leaf whose factors would not be
+    smaller is unchanged; such leaves come first.
     """
     plain, factors = {}, {}
     for name, tensor in state.items():
@@ -123,7 +123,7 @@ def factored(state: State, energy: float) -> State:
 
 @torch.no_grad()
 def multiplied(state: State) -> State:
-    """The inverse of `factored`, but for what that left out."""
+    """The inverse of `factored`, except for the truncation."""
     whole = {name: tensor for name, tensor in state.items() if MARK not in name}
     for name in dict.fromkeys(name.rpartition(MARK)[0] for name in state if MARK in name):
         u, s, v = (state[f"{name}{MARK}{part}"] for part in "USV")
@@ -132,7 +132,7 @@ def multiplied(state: State) -> State:
 
 
 def _factors(tensor: Tensor, energy: float) -> Factors | None:
-    """The factors, or None where they would take no less room."""
+    """The factors, or None if they would not be smaller."""
     found = _known.get(tensor)
     if found is None or found[0] != energy:
         found = _known[tensor] = (energy, _decomposed(tensor, energy))
@@ -140,7 +140,7 @@ def _factors(tensor: Tensor, energy: float) -> Factors | None:
 
 
 def _decomposed(tensor: Tensor, energy: float) -> Factors | None:
-    """By eigenvectors of the smaller Gram matrix in double precision: faster than an SVD, as exact as weights are."""
+    """By eigenvectors of the smaller Gram matrix in double precision: faster than an SVD, and as exact as weights."""
     matrix = tensor.flatten(1).double()
     tall = matrix.shape[0] > matrix.shape[1]
     wide = matrix.T if tall else matrix

@@ -1,4 +1,4 @@
-"""FedAMP (Huang et al., AAAI 2021): the server mixes a model for each client, mostly of those that are near it."""
+"""FedAMP (Huang et al., AAAI 2021): the server mixes one model per client, mostly from models that are near it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from fedprism.config import positive, setting
 from fedprism.errors import ConfigError
 from fedprism.methods import leaves, register
-from fedprism.methods.base import Kind, Me, Net, Now, State, Upload
+from fedprism.methods.base import Client, Context, Net, State, Upload, UploadKind
 from fedprism.methods.fedprox import FedProx
 
 
 @register
 @dataclass(frozen=True)
-class FedAMP(FedProx):  # a client trains as in FedProx, near a received model that is its own
+class FedAMP(FedProx):  # a client trains as in FedProx, near its own received model
     id = "fedamp"
     paper = "Huang et al., Personalized Cross-Silo Federated Learning on Non-IID Data, AAAI 2021"
     idea = "The server mixes a cloud model for each client, mostly of those near it; the client starts and stays there."
@@ -36,10 +36,10 @@ class FedAMP(FedProx):  # a client trains as in FedProx, near a received model t
     )
     alpha: float | None = setting(None, "step of the mixing; null: sigma / clients", positive, "above 0")
 
-    # The server keeps everybody's last upload (`LEAF/all`), who has sent one, and how they are mixed: a row a client,
-    # and the last one for strangers. What these get (`model/LEAF`) also says of which kind an upload must be.
-    def server(self, model: Net, now: Now) -> State:
-        count, first = len(now.info.clients), super().server(model, now)
+    # The server keeps each client's last upload (`LEAF/all`), which clients have sent one, and the mixing weights: one
+    # row per client, and the last row for new clients. Their model (`model/LEAF`) also defines the upload's kinds.
+    def server(self, model: Net, ctx: Context) -> State:
+        count, first = len(ctx.info.clients), super().server(model, ctx)
         if self.alpha and self.alpha * (count - 1) > (self.sigma or 0) * (1 + 1e-9):  # 0.1 * 3 is more than 0.3
             raise ConfigError(
                 f"method.alpha is {self.alpha}, method.sigma {self.sigma}; with {count} clients alpha may be at most "
@@ -50,32 +50,33 @@ class FedAMP(FedProx):  # a client trains as in FedProx, near a received model t
         kept = {f"{n}/all": torch.stack([t] * count) for n, t in first.items()}
         return {**state, **kept, **{f"model/{n}": t for n, t in first.items()}}
 
-    def send(self, server: State, client: str | None, now: Now) -> State:
-        row = server["mix"][now.info.place[client] if client in now.info.clients else -1]
-        return {n: mixed(row, server[f"{n}/all"]) for n in now.shared}
+    def send(self, server: State, client_id: str | None, ctx: Context) -> State:
+        row = server["mix"][ctx.info.index[client_id] if client_id in ctx.info.clients else -1]
+        return {n: mixed(row, server[f"{n}/all"]) for n in ctx.shared}
 
-    def uploads(self, model: Net, now: Now) -> Mapping[str, Kind]:
-        return {f"model/{n}": kind for n, kind in super().uploads(model, now).items()}
+    def uploads(self, model: Net, ctx: Context) -> Mapping[str, UploadKind]:
+        return {f"model/{n}": kind for n, kind in super().uploads(model, ctx).items()}
 
-    def upload(self, me: Me, now: Now) -> State:
-        return {f"model/{n}": t for n, t in super().upload(me, now).items()}
+    def upload(self, client: Client, ctx: Context) -> State:
+        return {f"model/{n}": t for n, t in super().upload(client, ctx).items()}
 
-    def aggregate(self, server: State, uploads: Sequence[Upload], now: Now) -> State:
-        uploads = [u for u in uploads if u.client in now.info.clients]  # who came later has no place here
+    def aggregate(self, server: State, uploads: Sequence[Upload], ctx: Context) -> State:
+        uploads = [u for u in uploads if u.client_id in ctx.info.clients]  # later clients have no entry
         if not uploads:
             return server
-        count, at = len(now.info.clients), torch.tensor([now.info.place[u.client] for u in uploads], device=now.device)
-        new = {n: torch.stack([u.state[f"model/{n}"] for u in uploads]).detach() for n in now.shared}
+        count, sent_by = len(ctx.info.clients), [ctx.info.index[u.client_id] for u in uploads]
+        at = torch.tensor(sent_by, device=server["sent"].device)
+        new = {n: torch.stack([u.state[f"model/{n}"] for u in uploads]).detach() for n in ctx.shared}
         kept = {n: server[f"{n}/all"].index_copy(0, at, rows) for n, rows in new.items()}
         sent = server["sent"].index_fill(0, at, True)
         known = sent.nonzero().flatten()
-        far = distances(kept[n][known] for n in leaves.parameters(now.info.arch.hollow()) if n in kept)
-        mix = (sent.double() / len(known)).repeat(count + 1, 1)  # who has sent nothing yet is a stranger: a plain mean
-        fresh = torch.isin(known, at) if len(uploads) > 1 else slice(None)  # one upload has no distance of its own
+        far = distances(kept[n][known] for n in leaves.parameters(ctx.info.arch.hollow()) if n in kept)
+        mix = (sent.double() / len(known)).repeat(count + 1, 1)  # clients without an upload get a plain mean
+        fresh = torch.isin(known, at) if len(uploads) > 1 else slice(None)  # a single upload has no distances
         sigma = self.sigma or typical(far[fresh][:, fresh])
         mix[known[:, None], known] = self.attention(far, sigma, count)
         for upload, own in zip(uploads, mix.diagonal()[at].tolist(), strict=True):
-            now.log("weight/own", upload.client, own)
+            ctx.log("weight/own", upload.client_id, own)
         plain = {f"model/{n}": mixed(mix[-1], rows) for n, rows in kept.items()}
         return {"sent": sent, "mix": mix, **{f"{n}/all": rows for n, rows in kept.items()}, **plain}
 
@@ -86,19 +87,19 @@ class FedAMP(FedProx):  # a client trains as in FedProx, near a received model t
 
 
 def typical(far: Tensor) -> float:
-    """The median of what is off the diagonal; 1 where nothing is: a client is at no distance from itself."""
+    """The median of the off-diagonal entries; 1 if there are none."""
     pairs = far[~torch.eye(len(far), dtype=torch.bool, device=far.device)]
     return float(pairs.median().clamp(min=1e-300)) if len(pairs) else 1.0
 
 
 def distances(models: Iterable[Tensor]) -> Tensor:
-    """|w_k - w_j|^2, `[clients, clients]`, from leaves `[clients, ...]`; in double, as it is a small difference."""
+    """|w_k - w_j|^2, `[clients, clients]`, from leaves `[clients, ...]`; in double, as differences are small."""
     vectors = (rows.reshape(len(rows), -1).double() for rows in models)
     return torch.stack([torch.cdist(w, w).square() for w in vectors]).sum(0)
 
 
 def mixed(weights: Tensor, rows: Tensor) -> Tensor:
-    """The weighted mean of `[clients, ...]`; whole-number counters are rounded."""
+    """The weighted mean of `[clients, ...]`; integer counters are rounded."""
     if not rows.is_floating_point():
         return mixed(weights, rows.double()).round().to(rows.dtype)
     return (weights.to(rows.dtype) @ rows.reshape(len(rows), -1)).view(rows.shape[1:])

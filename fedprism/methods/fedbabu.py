@@ -1,4 +1,4 @@
-"""FedBABU (Oh et al., ICLR 2022): the body is trained and averaged under a head that stays as it was drawn."""
+"""FedBABU (Oh et al., ICLR 2022): the body is trained and averaged under a head with fixed random weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from fedprism.methods import register
-from fedprism.methods.base import Me, Net, Now, Pass
+from fedprism.methods.base import Client, Context, Net, Pass
 from fedprism.methods.finetune import FineTune, trainable
 
 
@@ -19,8 +19,8 @@ class FedBABU(FineTune):
     shares = "the body"
     stays = "the head, with its first random weights"
 
-    def shared(self, model: Net, now: Now) -> Collection[str]:
+    def shared(self, model: Net, ctx: Context) -> Collection[str]:
         return trainable(model, "body")
 
-    def passes(self, me: Me, now: Now) -> list[Pass]:
-        return [Pass(self.loss, trains=trainable(me.model, "body"))]
+    def passes(self, client: Client, ctx: Context) -> list[Pass]:
+        return [Pass(self.loss, trains=trainable(client.model, "body"))]

@@ -15,7 +15,7 @@ from fedprism import keys
 from fedprism.config import setting
 from fedprism.errors import ConfigError
 from fedprism.methods import leaves, register
-from fedprism.methods.base import Arch, Draw, Info, Me, Method, Net, Now, Parts, Pass, Seen, State, Tensors
+from fedprism.methods.base import Arch, Client, Context, Draw, Info, Method, Net, Output, Parts, Pass, State, Tensors
 from fedprism.methods.states import average, gumbel, load
 from fedprism.models import fresh
 
@@ -44,10 +44,10 @@ class FedCP(Method):
         (), "parts to leave out: client-specific or sample-specific input, frozen body and MMD, policy, global head"
     )
     gumbel: Literal["never", "training", "always"] = setting(
-        "never", "Gumbel noise on the policy's logits; the authors' code: always, at the test too"
+        "never", "Gumbel noise on the policy's logits; the authors' code: always, also at test time"
     )
     first_vector: Literal["head", "random"] = setting(
-        "head", "the client vector of a client's first round: of its first head, or random as in the authors' code"
+        "head", "client vector in a client's first round: of its initial head, or random as in the authors' code"
     )
     cpn_layers: int = setting(
         1, "fully connected layers of the policy network", lambda v: 1 <= v <= 16, "a whole number from 1 to 16"
@@ -69,68 +69,68 @@ class FedCP(Method):
 
     @property
     def blind(self) -> bool:
-        """Is the policy given one random vector, which says nothing of client or image?"""
+        """Whether the policy gets one random vector, which depends on neither client nor image."""
         return {"cs", "ss"} <= set(self.without)
 
-    def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
+    def build(self, arch: Arch, client_id: str | None, info: Info, seed: int) -> nn.Module:
         net, width = arch.model(seed), arch.width
         parts: dict[str, nn.Module] = {"net": net}
         if "gh" not in self.without:
             parts["common"] = copy.deepcopy(net.head)
         if "cpn" not in self.without:
             parts["policy"] = fresh(lambda: self.policy(width), seed, "policy")
-            draw = keys.generator(seed, "client vector", "" if self.blind else client or "")
+            draw = keys.generator(seed, "client vector", "" if self.blind else client_id or "")
             parts["client"] = Tensors({"v": normalize(torch.rand(width, generator=draw), dim=0)})
         return Parts(**parts)
 
     def policy(self, width: int) -> nn.Sequential:
-        """Table 10: fully connected layers, of which the last gives two logits a feature; a norm; an activation."""
+        """Table 10: fully connected layers, the last with two logits per feature; a norm; an activation."""
         extra = [layer for _ in range(self.cpn_layers - 1) for layer in (nn.Linear(width, width), nn.ReLU())]
         out = 2 * width
         norms = {"layer": nn.LayerNorm(out), "batch": nn.BatchNorm1d(out), "group": nn.GroupNorm(2, out)}
         activations = {"relu": nn.ReLU(), "tanh": nn.Tanh(), "sigmoid": nn.Sigmoid()}
         return nn.Sequential(*extra, nn.Linear(width, out), norms[self.cpn_norm], activations[self.cpn_activation])
 
-    def shared(self, model: Net, now: Now) -> Collection[str]:
+    def shared(self, model: Net, ctx: Context) -> Collection[str]:
         return leaves.part(model, "net.body", "policy", "common")
 
-    def receive(self, me: Me, now: Now) -> None:
-        model = me.model
+    def receive(self, client: Client, ctx: Context) -> None:
+        model = client.model
         if "gh" not in self.without:
-            load(model.common, leaves.tensors(model.net.head))  # of what does not travel (batch norm), the client's own
-        load(model, now.down)
-        if "cpn" in self.without or self.blind or (self.first_vector == "random" and now.new):
+            load(model.common, leaves.tensors(model.net.head))  # local leaves (batch norm) are the client's own
+        load(model, ctx.download)
+        if "cpn" in self.without or self.blind or (self.first_vector == "random" and ctx.is_new):
             return
-        # v_i: the personal head's weight [classes, width] summed over the classes; of several layers, their product.
+        # v_i: the personal head's weight [classes, width] summed over classes; for several layers, their product.
         last, *before = [part.weight for part in model.net.head.modules() if isinstance(part, nn.Linear)][::-1]
         v = last.sum(0)
         for weight in before:
             v = v @ weight
         model.client["v"].copy_(normalize(v, dim=0))
 
-    def start(self, me: Me, now: Now) -> None:
+    def start(self, client: Client, ctx: Context) -> None:
         if "gfm" not in self.without:
-            me.freeze("body", me.model.net.body, training=True)
+            client.freeze("body", client.model.net.body, training=True)
 
-    def passes(self, me: Me, now: Now) -> list[Pass]:
-        return [Pass(self.loss, trains=leaves.part(me.model, "net", "policy"))]
+    def passes(self, client: Client, ctx: Context) -> list[Pass]:
+        return [Pass(self.loss, trains=leaves.part(client.model, "net", "policy"))]
 
-    def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
-        z = me.model.net.body(x)  # Eq. 2
-        scores, s = self.scores(me.model, z, me.draw if self.gumbel != "never" else None)
+    def loss(self, client: Client, x: Tensor, y: Tensor) -> Tensor:
+        z = client.model.net.body(x)  # Eq. 2
+        scores, s = self.scores(client.model, z, client.draw if self.gumbel != "never" else None)
         loss = cross_entropy(scores, y)  # Eq. 5
         if s is not None:
-            me.log("pir", s)
+            client.log("pir", s)
         if "gfm" not in self.without:
             with torch.no_grad():
-                target = me["body"](x)
+                target = client["body"](x)
             apart = mmd(z, target)  # Eq. 7
-            me.log("mmd", apart)
+            client.log("mmd", apart)
             loss = loss + self.lam * apart  # Eq. 8
         return loss
 
     def scores(self, model: Net, z: Tensor, draw: Draw | None) -> tuple[Tensor, Tensor | None]:
-        """The sum of both heads' scores, each on its share of the features; and the personal share s."""
+        """The sum of both heads' scores, each on its share of the features, and the personal share s."""
         if "gh" in self.without:
             return model.net.head(z), None
         if "cpn" in self.without:
@@ -143,14 +143,14 @@ class FedCP(Method):
         r, s = a.softmax(dim=1).unbind(1)  # Eq. 3 and 4: r + s = 1
         return model.common(r * z) + model.net.head(s * z), s
 
-    def upload(self, me: Me, now: Now) -> State:
-        sent, own = super().upload(me, now), leaves.tensors(me.model.net.head)
+    def upload(self, client: Client, ctx: Context) -> State:
+        sent, own = super().upload(client, ctx), leaves.tensors(client.model.net.head)
         heads = {name: own[name.removeprefix("common.")] for name in sent if name.startswith("common.")}
         return {**sent, **average([{name: sent[name] for name in heads}, heads], [0.5, 0.5])}  # Eq. 6
 
-    def examine(self, model: Net, x: Tensor, draw: Draw) -> Seen:
+    def forward_details(self, model: Net, x: Tensor, draw: Draw) -> Output:
         scores, s = self.scores(model, model.net.body(x), draw if self.gumbel == "always" else None)
-        return Seen(scores) if s is None else Seen(scores, means={"pir": s.mean(1)}, spreads={"s": s})
+        return Output(scores) if s is None else Output(scores, means={"pir": s.mean(1)}, quantiles={"s": s})
 
 
 def mmd(a: Tensor, b: Tensor) -> Tensor:
@@ -159,6 +159,6 @@ def mmd(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _kernel(a: Tensor, b: Tensor) -> Tensor:
-    x, y = a.double(), b.double()  # |x|^2 + |y|^2 - 2 x y cancels, and in TF32 little of it would be left
+    x, y = a.double(), b.double()  # |x|^2 + |y|^2 - 2 x y cancels: TF32 would lose most of it
     squares = x.square().sum(1)[:, None] + y.square().sum(1)[None] - 2 * x @ y.T
     return torch.stack([(-squares / (2 * q)).exp() for q in (10, 15, 20, 50)]).sum(0).to(a.dtype)

@@ -1,4 +1,4 @@
-"""FedDyn (Acar et al., ICLR 2021): a linear term on each client, which learns its gradient, cancels its drift."""
+"""FedDyn (Acar et al., ICLR 2021): a linear term per client, which learns its gradient, cancels its drift."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fedprism.config import positive, setting
 from fedprism.methods import leaves, register
-from fedprism.methods.base import Arch, Info, Me, Method, Net, Now, Pass, State, Tensors, Upload
+from fedprism.methods.base import Arch, Client, Context, Info, Method, Net, Pass, State, Tensors, Upload
 from fedprism.methods.states import average, squared_distance
 
 
@@ -31,49 +31,52 @@ class FedDyn(Method):
         1.0, "weight of the pull, alpha/2 |w - w_received|^2, and of each round in the linear term", positive, "above 0"
     )
     mean_samples: float | None = setting(
-        None, "mean images of a client: alpha_k = alpha / (n_k / mean), the authors'; null: alpha", positive, "above 0"
+        None,
+        "mean images per client, for the authors' alpha_k = alpha / (n_k / mean); null: alpha_k = alpha",
+        positive,
+        "above 0",
     )
 
-    def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
+    def build(self, arch: Arch, client_id: str | None, info: Info, seed: int) -> nn.Module:
         model = arch.model(seed)
         model.gradient = Tensors({n: torch.zeros_like(p) for n, p in model.named_parameters()})
         return model
 
-    def shared(self, model: Net, now: Now) -> Collection[str]:
+    def shared(self, model: Net, ctx: Context) -> Collection[str]:
         return leaves.part(model, "body", "head")
 
-    def server(self, model: Net, now: Now) -> State:
-        first = super().server(model, now)
+    def server(self, model: Net, ctx: Context) -> State:
+        first = super().server(model, ctx)
         return {**first, **{f"h.{n}": torch.zeros_like(first[n]) for n in leaves.parameters(model) if n in first}}
 
-    def start(self, me: Me, now: Now) -> None:
-        me.keep("received", me.parameters(now.shared))
-        if self.mean_samples is not None:  # on the device: a recorded step serves many clients
-            share = len(now.local.train) / self.mean_samples
-            me.keep("alpha", torch.full((), self.alpha / share, device=now.device))
+    def start(self, client: Client, ctx: Context) -> None:
+        client.keep("received", client.parameters(ctx.shared))
+        if self.mean_samples is not None:  # in scratch: one captured step serves many clients
+            share = len(ctx.local.train) / self.mean_samples
+            client.keep("alpha", self.alpha / share)
 
-    def passes(self, me: Me, now: Now) -> list[Pass]:
+    def passes(self, client: Client, ctx: Context) -> list[Pass]:
         return [Pass(self.loss, end=self.update_gradient)]
 
-    def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
+    def loss(self, client: Client, x: Tensor, y: Tensor) -> Tensor:
         # CE - <g_k, theta> + alpha_k/2 |theta - w|^2 (Algorithm 1)
-        own = me.parameters()
-        pull = squared_distance(own, me["received"])
-        along = torch.stack([(own[n] * me.model.gradient[n]).sum() for n in me["received"]]).sum()
-        me.log("pull", pull)
-        return super().loss(me, x, y) - along + 0.5 * self.alpha_of(me) * pull
+        own = client.parameters()
+        pull = squared_distance(own, client["received"])
+        along = torch.stack([(own[n] * client.model.gradient[n]).sum() for n in client["received"]]).sum()
+        client.log("pull", pull)
+        return super().loss(client, x, y) - along + 0.5 * self.alpha_of(client) * pull
 
-    def alpha_of(self, me: Me) -> float | Tensor:
-        alpha: float | Tensor = self.alpha if self.mean_samples is None else me["alpha"]
+    def alpha_of(self, client: Client) -> float | Tensor:
+        alpha: float | Tensor = self.alpha if self.mean_samples is None else client["alpha"]
         return alpha
 
-    def update_gradient(self, me: Me, now: Now) -> None:
-        for n, theta in me.parameters(now.shared).items():
-            me.model.gradient[n].sub_(self.alpha_of(me) * (theta - me["received"][n]))
+    def update_gradient(self, client: Client, ctx: Context) -> None:
+        for n, theta in client.parameters(ctx.shared).items():
+            client.model.gradient[n].sub_(self.alpha_of(client) * (theta - client["received"][n]))
 
-    def aggregate(self, server: State, uploads: Sequence[Upload], now: Now) -> State:
+    def aggregate(self, server: State, uploads: Sequence[Upload], ctx: Context) -> State:
         # h <- h - alpha/N sum(theta_k - w) over all N clients; w <- mean theta - h/alpha, of the participants.
-        after, count = super().aggregate(server, uploads, now), len(now.info.clients)
+        after, count = super().aggregate(server, uploads, ctx), len(ctx.info.clients)
         share, part = len(uploads) / count, average([u.state for u in uploads], [1 / count] * len(uploads))
         for name in [name for name in server if name.startswith("h.")]:
             n = name.removeprefix("h.")

@@ -1,4 +1,4 @@
-"""FediOS: generic and personal features live in orthogonal subspaces that are fixed before training begins."""
+"""FediOS: generic and personal features are in orthogonal subspaces, which are fixed before training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedprism import keys
 from fedprism.config import positive, setting
 from fedprism.errors import ConfigError
 from fedprism.methods import leaves, register
-from fedprism.methods.base import Arch, Draw, Info, Me, Method, Net, Now, Parts, Seen, Tensors
+from fedprism.methods.base import Arch, Client, Context, Draw, Info, Method, Net, Output, Parts, Tensors
 from fedprism.models import fresh, initialise
 
 
@@ -54,19 +54,19 @@ class FediOS(Method):
     )
     rank: int | None = setting(
         None,
-        "dimensions of a subspace; null: features / (max_clients + 1) rounded down, or of random ones a quarter",
+        "dimensions of a subspace; null: features / (max_clients + 1) rounded down, or a quarter for random ones",
         positive,
         "1 or more",
     )
     max_clients: int | None = setting(
-        None, "subspaces to keep ready for clients that come later; null: as many as there are", positive, "1 or more"
+        None, "number of subspaces, to allow for later clients; null: the number of clients", positive, "1 or more"
     )
 
     def __post_init__(self) -> None:
         if self.rank is not None and self.subspaces == "tall":
             raise ConfigError("method.rank is for orthogonal and random subspaces; with tall ones all features stay.")
 
-    def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
+    def build(self, arch: Arch, client_id: str | None, info: Info, seed: int) -> nn.Module:
         net, width = arch.model(seed), arch.width
         parts: dict[str, nn.Module] = {"net": net}
         if "personal" not in self.without:
@@ -74,7 +74,7 @@ class FediOS(Method):
             initialise(parts["personal"], seed, "personal")
         if "projections" not in self.without:
             places = self.max_clients or len(info.clients)
-            mine = {"generic": 0, "personal": self.place(client, info, places)}
+            mine = {"generic": 0, "personal": self.place(client_id, info, places)}
             basis = {which: self.basis(place, places + 1, arch, seed) for which, place in mine.items()}
             if self.subspaces == "tall":
                 basis |= {f"{which}_block": torch.eye(places + 1)[place] for which, place in mine.items()}
@@ -83,14 +83,14 @@ class FediOS(Method):
             parts["basis"] = Tensors(basis)
         return Parts(**parts)
 
-    # --- the projections: made from the seed, kept with the client, neither sent nor trained -------------------------
+    # --- the projections: made from the seed, stored at the client, neither sent nor trained -------------------------
 
-    def place(self, client: str | None, info: Info, places: int) -> int:
-        """Which subspace is a client's (the server asks for the last client); 0 is the generic one."""
-        mine = info.place[client or info.clients[-1]] + 1
+    def place(self, client_id: str | None, info: Info, places: int) -> int:
+        """The index of a client's subspace (for the server, the last client's); 0 is the generic one."""
+        mine = info.index[client_id or info.clients[-1]] + 1
         if mine > places and self.subspaces != "random":
             raise ConfigError(
-                f"{client!r} cannot join: FediOS keeps a subspace a client, and all {places} are taken. "
+                f"{client_id!r} cannot join: FediOS has one subspace per client, and all {places} are taken. "
                 f"Train with method.max_clients of {mine} or more from the start, or with method.subspaces: random."
             )
         return mine
@@ -107,10 +107,10 @@ class FediOS(Method):
             return keys.orthogonal(width, rank, seed, "subspace", place).to(dtype)
         if rank < 1 or rank * blocks > width:
             raise ConfigError(
-                f"FediOS needs {blocks} orthogonal subspaces (one a client, and the generic one): with {max(rank, 1)} "
-                f"dimensions each that is {blocks * max(rank, 1)}, and {arch.name} has {width} features. Choose a "
-                f"wider model, fewer clients{' or a smaller method.rank' if self.rank else ''}; or set "
-                "method.subspaces to random (independent of each other, not orthogonal) or tall (a wider head)."
+                f"FediOS needs {blocks} orthogonal subspaces (one per client, and the generic one): with "
+                f"{max(rank, 1)} dimensions each that is {blocks * max(rank, 1)}, and {arch.name} has {width} "
+                f"features. Choose a wider model, fewer clients{' or a smaller method.rank' if self.rank else ''}; "
+                "or set method.subspaces to random (independent of each other, not orthogonal) or tall (a wider head)."
             )
         return keys.orthogonal(width, width, seed, "projections")[:, place * rank : (place + 1) * rank].to(dtype)
 
@@ -125,28 +125,29 @@ class FediOS(Method):
 
     # --- training and inference --------------------------------------------------------------------------------------
 
-    def shared(self, model: Net, now: Now) -> Collection[str]:
+    def shared(self, model: Net, ctx: Context) -> Collection[str]:
         return leaves.part(model, "net")
 
-    def examine(self, model: Net, x: Tensor, draw: Draw) -> Seen:
+    def forward_details(self, model: Net, x: Tensor, draw: Draw) -> Output:
         z = model.net.body(x)
         a = self.project(model, z, "generic")  # Eq. 8
         if "personal" in self.without:
             scores = model.net.head(a)
-            return Seen(scores, {"generic": scores})
+            return Output(scores, {"generic": scores})
         own = model.personal(x)
         b = self.project(model, own, "personal")  # Eq. 8
-        paths = {"generic": model.net.head(a), "personal": model.net.head(b)}
+        branches = {"generic": model.net.head(a), "personal": model.net.head(b)}
         inner = {"inner/raw": (z * own).sum(1).abs(), "inner/projected": (a * b).sum(1).abs()}
-        return Seen(model.net.head(self.alpha * a + (1 - self.alpha) * b), paths, inner)  # Eq. 9
+        return Output(model.net.head(self.alpha * a + (1 - self.alpha) * b), branches, inner)  # Eq. 9
 
-    def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
-        seen = self.examine(me.model, x, me.draw)
-        loss = cross_entropy(seen.scores, y) + sum(cross_entropy(scores, y) for scores in seen.paths.values())  # Eq. 10
-        for name, value in seen.means.items():
-            me.log(name, value)
-        if seen.means and "re" not in self.without:
-            loss = loss + self.lam * seen.means[f"inner/{self.re_on}"].mean()  # Eq. 11 and 12
+    def loss(self, client: Client, x: Tensor, y: Tensor) -> Tensor:
+        output = self.forward_details(client.model, x, client.draw)
+        branches = sum(cross_entropy(scores, y) for scores in output.branches.values())
+        loss = cross_entropy(output.scores, y) + branches  # Eq. 10
+        for name, value in output.means.items():
+            client.log(name, value)
+        if output.means and "re" not in self.without:
+            loss = loss + self.lam * output.means[f"inner/{self.re_on}"].mean()  # Eq. 11 and 12
         return loss
 
     def predict_global(self, model: Net, x: Tensor, draw: Draw) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from fedprism.methods import register
-from fedprism.methods.base import Method, Net, Now, leaves
+from fedprism.methods.base import Context, Method, Net, leaves
 
 
 @register
@@ -19,5 +19,5 @@ class FedPer(Method):
     stays = "the head (model.head_layers says how many layers)"
     group = "split"
 
-    def shared(self, model: Net, now: Now) -> Collection[str]:
+    def shared(self, model: Net, ctx: Context) -> Collection[str]:
         return leaves.part(model, "body")

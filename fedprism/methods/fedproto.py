@@ -1,4 +1,4 @@
-"""FedProto (Tan et al., AAAI 2022): class prototypes travel instead of weights, so architectures may differ."""
+"""FedProto (Tan et al., AAAI 2022): clients share class prototypes instead of weights, so architectures may differ."""
 
 from __future__ import annotations
 
@@ -13,9 +13,23 @@ from torch.nn.functional import cross_entropy
 from fedprism.config import setting
 from fedprism.errors import ConfigError
 from fedprism.methods import leaves, register
-from fedprism.methods.base import Arch, Draw, Info, Kind, Me, Method, Net, Now, Parts, Pass, State, Tensors, Upload
+from fedprism.methods.base import (
+    Arch,
+    Client,
+    Context,
+    Draw,
+    Info,
+    Method,
+    Net,
+    Parts,
+    Pass,
+    State,
+    Tensors,
+    Upload,
+    UploadKind,
+)
 
-BELOW = 1e6  # how far the score of a class that nobody has shown yet lies below all others
+BELOW = 1e6  # how far the score of a class without a prototype is below all others
 
 
 @register
@@ -41,7 +55,7 @@ class FedProto(Method):
     def mixed(self) -> bool:
         return True
 
-    def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
+    def build(self, arch: Arch, client_id: str | None, info: Info, seed: int) -> nn.Module:
         widths = {a.width for a in info.archs.values()}
         if len(widths) > 1:
             raise ConfigError(
@@ -51,48 +65,48 @@ class FedProto(Method):
         means = {"mean": torch.zeros(info.classes, arch.width), "count": torch.zeros(info.classes)}
         return Parts(net=arch.model(seed), prototypes=Tensors(means))
 
-    def shared(self, model: Net, now: Now) -> Collection[str]:
+    def shared(self, model: Net, ctx: Context) -> Collection[str]:
         return leaves.part(model, "prototypes")
 
-    def uploads(self, model: Net, now: Now) -> Mapping[str, Kind]:
-        return dict.fromkeys(now.shared, "prototype")
+    def uploads(self, model: Net, ctx: Context) -> Mapping[str, UploadKind]:
+        return dict.fromkeys(ctx.shared, "prototype")
 
-    def passes(self, me: Me, now: Now) -> list[Pass]:
+    def passes(self, client: Client, ctx: Context) -> list[Pass]:
         return [
-            Pass(self.loss, trains=leaves.part(me.model, "net")),
+            Pass(self.loss, trains=leaves.part(client.model, "net")),
             Pass(self.collect, "collect", trains=(), start=self.clear),
         ]
 
-    def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
-        z = me.model.net.body(x)
-        mean, count = me.model.prototypes["mean"], me.model.prototypes["count"]
+    def loss(self, client: Client, x: Tensor, y: Tensor) -> Tensor:
+        z = client.model.net.body(x)
+        mean, count = client.model.prototypes["mean"], client.model.prototypes["count"]
         known = (count[y] > 0).unsqueeze(1)
         pull = ((z - mean[y]) * known).square().mean()  # a class without a prototype does not pull
-        me.log("pull", pull)
-        return cross_entropy(me.model.net.head(z), y) + self.lam * pull
+        client.log("pull", pull)
+        return cross_entropy(client.model.net.head(z), y) + self.lam * pull
 
-    def clear(self, me: Me, now: Now) -> None:
-        me.keep("sum", torch.zeros_like(me.model.prototypes["mean"]))
-        me.keep("count", torch.zeros_like(me.model.prototypes["count"]))
+    def clear(self, client: Client, ctx: Context) -> None:
+        client.keep("sum", torch.zeros_like(client.model.prototypes["mean"]))
+        client.keep("count", torch.zeros_like(client.model.prototypes["count"]))
 
-    def collect(self, me: Me, x: Tensor, y: Tensor) -> None:
-        self.note(me, me.model.net.body(x), y)
+    def collect(self, client: Client, x: Tensor, y: Tensor) -> None:
+        self.note(client, client.model.net.body(x), y)
 
-    def note(self, me: Me, rows: Tensor, y: Tensor) -> None:
-        """Add `[batch, ...]` to the sums of their classes."""
-        me["sum"].index_add_(0, y, rows.to(me["sum"].dtype))
-        me["count"].index_add_(0, y, torch.ones_like(y, dtype=me["count"].dtype))
+    def note(self, client: Client, rows: Tensor, y: Tensor) -> None:
+        """Add rows `[batch, ...]` to the sums of their classes."""
+        client["sum"].index_add_(0, y, rows.to(client["sum"].dtype))
+        client["count"].index_add_(0, y, torch.ones_like(y, dtype=client["count"].dtype))
 
-    def upload(self, me: Me, now: Now) -> State:
-        mean = me["sum"] / me["count"].clamp(min=1).unsqueeze(1)
-        return {"prototypes.mean": mean, "prototypes.count": me["count"]}
+    def upload(self, client: Client, ctx: Context) -> State:
+        mean = client["sum"] / client["count"].clamp(min=1).unsqueeze(1)
+        return {"prototypes.mean": mean, "prototypes.count": client["count"]}
 
-    def aggregate(self, server: State, uploads: Sequence[Upload], now: Now) -> State:
-        # Weighted by the class's samples (Eq. 6), or plainly over those who have the class. A class that nobody
-        # showed this round keeps its prototype.
-        counts = torch.stack([u.state["prototypes.count"] for u in uploads]).clamp(min=0)  # less is none
+    def aggregate(self, server: State, uploads: Sequence[Upload], ctx: Context) -> State:
+        # Weighted by the class's samples (Eq. 6), or the plain mean over clients that have the class. A class without
+        # samples in this round keeps its prototype.
+        counts = torch.stack([u.state["prototypes.count"] for u in uploads]).clamp(min=0)  # negative counts as none
         means = torch.stack([u.state["prototypes.mean"] for u in uploads])
-        weights = counts if now.weighting == "samples" else (counts > 0).to(means.dtype)
+        weights = counts if ctx.weighting == "samples" else (counts > 0).to(means.dtype)
         total = weights.sum(0)
         seen = total > 0
         mean = (weights.unsqueeze(2) * means).sum(0) / torch.where(seen, total, 1).unsqueeze(1)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedprism.config import setting
 from fedprism.methods import register
-from fedprism.methods.base import Me, Method, Now, squared_distance
+from fedprism.methods.base import Client, Context, Method, squared_distance
 
 
 @register
@@ -23,10 +23,10 @@ class FedProx(Method):
 
     mu: float = setting(0.1, "weight of the pull: mu/2 |w - w_received|^2 (squared)", lambda v: v >= 0, "0 or more")
 
-    def start(self, me: Me, now: Now) -> None:
-        me.keep("anchor", me.parameters(now.shared))
+    def start(self, client: Client, ctx: Context) -> None:
+        client.keep("anchor", client.parameters(ctx.shared))
 
-    def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
-        pull = squared_distance(me.parameters(), me["anchor"])
-        me.log("pull", pull)
-        return super().loss(me, x, y) + 0.5 * self.mu * pull
+    def loss(self, client: Client, x: Tensor, y: Tensor) -> Tensor:
+        pull = squared_distance(client.parameters(), client["anchor"])
+        client.log("pull", pull)
+        return super().loss(client, x, y) + 0.5 * self.mu * pull

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fedprism.config import positive, setting
 from fedprism.methods import register
-from fedprism.methods.base import Me, Method, Net, Now, Pass, leaves
+from fedprism.methods.base import Client, Context, Method, Net, Pass, leaves
 
 
 @register
@@ -25,11 +25,11 @@ class FedRep(Method):
     head_epochs: int = setting(4, "epochs on the head, the body frozen", positive, "1 or more")
     body_epochs: int = setting(1, "epochs on the body, the head frozen", positive, "1 or more")
 
-    def shared(self, model: Net, now: Now) -> Collection[str]:
+    def shared(self, model: Net, ctx: Context) -> Collection[str]:
         return leaves.part(model, "body")
 
-    def passes(self, me: Me, now: Now) -> list[Pass]:
-        body, head = leaves.part(me.model, "body"), leaves.part(me.model, "head")
+    def passes(self, client: Client, ctx: Context) -> list[Pass]:
+        body, head = leaves.part(client.model, "body"), leaves.part(client.model, "head")
         return [
             Pass(self.loss, "head", trains=head, epochs=self.head_epochs),
             Pass(self.loss, "body", trains=body, epochs=self.body_epochs),

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from fedprism.config import setting
 from fedprism.methods import register
-from fedprism.methods.base import Arch, Draw, Info, Me, Method, Net, Now, Parts, leaves
+from fedprism.methods.base import Arch, Client, Context, Draw, Info, Method, Net, Parts, leaves
 
 
 @register
@@ -30,25 +30,25 @@ class FedRoD(Method):
         1.0, "strength of the balanced softmax: logits + gamma log n_c", lambda v: v >= 0, "0 or more"
     )
 
-    def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
+    def build(self, arch: Arch, client_id: str | None, info: Info, seed: int) -> nn.Module:
         generic = arch.model(seed)
         return Parts(generic=generic, personal=copy.deepcopy(generic.head))
 
-    def shared(self, model: Net, now: Now) -> Collection[str]:
+    def shared(self, model: Net, ctx: Context) -> Collection[str]:
         return leaves.part(model, "generic")
 
-    def start(self, me: Me, now: Now) -> None:
-        # gamma log n_c: a class that the client does not have gets -inf, so that its probability is zero.
-        counts = now.local.class_counts().float()
+    def start(self, client: Client, ctx: Context) -> None:
+        # gamma log n_c: a class that the client lacks gets -inf, so that its probability is zero.
+        counts = ctx.local.class_counts().float()
         absent = float("-inf") if self.gamma > 0 else 0.0
-        me.keep("prior", torch.where(counts > 0, self.gamma * counts.clamp(min=1).log(), absent))
+        client.keep("prior", torch.where(counts > 0, self.gamma * counts.clamp(min=1).log(), absent))
 
-    def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
-        z = me.model.generic.body(x)
-        generic = me.model.generic.head(z)
-        # The personal head learns from detached features and logits: it cannot move what is shared.
-        personal = generic.detach() + me.model.personal(z.detach())
-        return cross_entropy(generic + me["prior"], y) + cross_entropy(personal, y)
+    def loss(self, client: Client, x: Tensor, y: Tensor) -> Tensor:
+        z = client.model.generic.body(x)
+        generic = client.model.generic.head(z)
+        # The personal head learns from detached features and logits, so that it does not change shared weights.
+        personal = generic.detach() + client.model.personal(z.detach())
+        return cross_entropy(generic + client["prior"], y) + cross_entropy(personal, y)
 
     def predict(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
         z = model.generic.body(x)

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, one_hot
 
 from fedprism.config import positive, setting
 from fedprism.methods import register
-from fedprism.methods.base import Net, Now, State, Upload
+from fedprism.methods.base import Context, Net, State, Upload
 from fedprism.methods.fedproto import FedProto
 from fedprism.models import fresh
 
@@ -39,19 +39,19 @@ class FedTGP(FedProto):
     }
 
     lam: float = setting(1.0, "weight of the pull towards the class prototype", lambda v: v >= 0, "0 or more")
-    margin: float = setting(100.0, "the largest margin", lambda v: v >= 0, "0 or more")
-    server_epochs: int = setting(100, "epochs of the server over what was sent, each round", positive, "1 or more")
+    margin: float = setting(100.0, "maximum margin", lambda v: v >= 0, "0 or more")
+    server_epochs: int = setting(100, "server epochs over the received prototypes, per round", positive, "1 or more")
     server_lr: float = setting(0.01, "learning rate of the server's SGD", positive, "above 0")
     server_batch: int | None = setting(
-        None, "prototypes in a step of the server; null: train.batch", positive, "1 or more"
+        None, "prototypes per server step; null: train.batch_size", positive, "1 or more"
     )
 
-    def server(self, model: Net, now: Now) -> State:
-        made = fresh(lambda: generator(*model.prototypes["mean"].shape), now.info.seed, "generator")
-        return {**super().server(model, now), **{PREFIX + name: t for name, t in made.state_dict().items()}}
+    def server(self, model: Net, ctx: Context) -> State:
+        made = fresh(lambda: generator(*model.prototypes["mean"].shape), ctx.info.seed, "generator")
+        return {**super().server(model, ctx), **{PREFIX + name: t for name, t in made.state_dict().items()}}
 
-    def aggregate(self, server: State, uploads: Sequence[Upload], now: Now) -> State:
-        merged = super().aggregate(server, uploads, now)  # FedProto's: here it gives the margin
+    def aggregate(self, server: State, uploads: Sequence[Upload], ctx: Context) -> State:
+        merged = super().aggregate(server, uploads, ctx)  # FedProto's mean: used for the margin
         means, counts = (torch.stack([u.state[f"prototypes.{leaf}"] for u in uploads]) for leaf in ("mean", "count"))
         points, labels = means[counts > 0], (counts > 0).nonzero()[:, 1]
         if not len(labels):
@@ -59,7 +59,7 @@ class FedTGP(FedProto):
         centres = merged["prototypes.mean"][(counts > 0).any(0)]
         apart = distances(centres, centres).fill_diagonal_(torch.inf).amin(1).amax().clamp(max=self.margin)
         for upload in uploads:
-            now.log("margin", upload.client, apart)
+            ctx.log("margin", upload.client_id, apart)
         weights = {n.removeprefix(PREFIX): t.clone() for n, t in server.items() if n.startswith(PREFIX)}
         with torch.device("meta"):
             module = generator(*merged["prototypes.mean"].shape)
@@ -67,8 +67,9 @@ class FedTGP(FedProto):
         sgd = torch.optim.SGD([t.requires_grad_() for t in weights.values()], lr=self.server_lr)
         with torch.enable_grad():
             for epoch in range(self.server_epochs):
-                order = torch.randperm(len(labels), generator=now.rng("prototypes", epoch), device=now.device)
-                for rows in torch.split(order, self.server_batch or now.train.batch):
+                shuffle = ctx.rng("prototypes", epoch, like=means)
+                order = torch.randperm(len(labels), generator=shuffle, device=means.device)
+                for rows in torch.split(order, self.server_batch or ctx.train.batch_size):
                     y = labels[rows]
                     far = distances(points[rows], functional_call(module, weights, every))
                     sgd.zero_grad()
@@ -79,10 +80,10 @@ class FedTGP(FedProto):
 
 
 def distances(a: Tensor, b: Tensor) -> Tensor:
-    """Of every row from every row; not by products, whose rounding to TF32 is larger than small distances are."""
+    """Pairwise distances of rows; not by matrix products, whose TF32 rounding exceeds small distances."""
     return torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist")
 
 
 def generator(classes: int, width: int) -> nn.Module:
-    """A class's number to its prototype."""
+    """Maps a class index to its prototype."""
     return nn.Sequential(nn.Embedding(classes, width), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))

@@ -8,7 +8,7 @@ from typing import Literal
 from fedprism.config import positive, setting
 from fedprism.errors import ConfigError
 from fedprism.methods import register
-from fedprism.methods.base import Me, Method, Net, Now, Pass, leaves
+from fedprism.methods.base import Client, Context, Method, Net, Pass, leaves
 
 
 @register
@@ -23,21 +23,21 @@ class FineTune(Method):
     has_global = True
 
     epochs: int = setting(5, "epochs of fine-tuning before a test", lambda v: v >= 0, "0 or more")
-    tunes: Literal["all", "head", "body"] = setting("all", "the part that is fine-tuned")
+    tunes: Literal["all", "head", "body"] = setting("all", "part of the model to fine-tune")
     lr: float | None = setting(
         None, "learning rate of fine-tuning, in every round; null: a tenth of train.optimizer.lr", positive, "above 0"
     )
 
-    def adapt(self, me: Me, now: Now) -> list[Pass]:
+    def adapt(self, client: Client, ctx: Context) -> list[Pass]:
         if self.epochs == 0:
             return []
-        trains = None if self.tunes == "all" else trainable(me.model, self.tunes)
-        rate = now.train.optimizer.lr / 10 if self.lr is None else self.lr
+        trains = None if self.tunes == "all" else trainable(client.model, self.tunes)
+        rate = ctx.train.optimizer.lr / 10 if self.lr is None else self.lr
         return [Pass(self.loss, "tune", trains, self.epochs, optimizer={"lr": rate}, scheduled=False)]
 
 
 def trainable(model: Net, part: str) -> leaves.Names:
-    """The leaves of a part that is to be trained."""
+    """The leaves of a part to train; refuses a part without weights."""
     found = leaves.part(model, part)
     if not found:
         raise ConfigError(

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from fedprism.config import Named, setting, share
 from fedprism.methods import register
-from fedprism.methods.base import Arch, Draw, Info, Me, Method, Net, Now, Parts, leaves
+from fedprism.methods.base import Arch, Client, Context, Draw, Info, Method, Net, Parts, leaves
 from fedprism.methods.mixed import one_for_all
 from fedprism.methods.states import divergence
 
@@ -33,11 +33,11 @@ class FML(Method):
 
     alpha: float = setting(0.5, "share of the labels in the private model's loss; the rest is the KL", share, "0 to 1")
     beta: float = setting(0.5, "share of the labels in the meme's loss; the rest is the KL", share, "0 to 1")
-    meme: Named = setting(Named("smallest"), "the meme model; smallest: of the clients' models")
+    meme: Named = setting(Named("smallest"), "the meme model; smallest: the smallest of the clients' models")
 
     mixed = True
 
-    def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
+    def build(self, arch: Arch, client_id: str | None, info: Info, seed: int) -> nn.Module:
         return Parts(private=arch.model(seed), meme=self.meme_arch(info).model(seed))
 
     def meme_arch(self, info: Info) -> Arch:
@@ -46,20 +46,20 @@ class FML(Method):
     def facts(self, info: Info) -> Mapping[str, str]:
         return {"meme model": self.meme_arch(info).words}
 
-    def shared(self, model: Net, now: Now) -> Collection[str]:
+    def shared(self, model: Net, ctx: Context) -> Collection[str]:
         return leaves.part(model, "meme")
 
-    def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
-        # One step by the sum is a step of each model by its own loss, since a target has no gradient.
-        private, meme = me.model.private(x), me.model.meme(x)
-        return self.taught(me, "private", private, meme, y, self.alpha) + self.taught(
-            me, "meme", meme, private, y, self.beta
+    def loss(self, client: Client, x: Tensor, y: Tensor) -> Tensor:
+        # A step on the sum is a step of each model on its own loss, since targets have no gradient.
+        private, meme = client.model.private(x), client.model.meme(x)
+        return self.taught(client, "private", private, meme, y, self.alpha) + self.taught(
+            client, "meme", meme, private, y, self.beta
         )
 
-    def taught(self, me: Me, who: str, own: Tensor, other: Tensor, y: Tensor, labels: float) -> Tensor:
+    def taught(self, client: Client, who: str, own: Tensor, other: Tensor, y: Tensor, labels: float) -> Tensor:
         """labels CE(own, y) + (1 - labels) KL(other || own)."""
         kl = divergence(other, own)
-        me.log(f"kl/{who}", kl)
+        client.log(f"kl/{who}", kl)
         return labels * cross_entropy(own, y) + (1 - labels) * kl
 
     def predict(self, model: Net, x: Tensor, draw: Draw) -> Tensor:

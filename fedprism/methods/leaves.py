@@ -1,9 +1,9 @@
-"""Which leaves of a model: chosen by part or by module type, never by a piece of a name."""
+"""Leaves of a model (its parameters and buffers), chosen by part or by module type, never by a piece of a name."""
 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -13,36 +13,51 @@ from fedprism.errors import ConfigError, FedprismError, unknown
 Names = tuple[str, ...]
 Place = tuple[str, dict[str, Any], str]  # a leaf's name, and where its module keeps it
 
+# What was found of models whose parts stay as they are (`seal`). Others are searched every time: a method's
+# `build` may ask for leaves before it adds a part.
+_sealed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _places: weakref.WeakKeyDictionary[nn.Module, list[Place]] = weakref.WeakKeyDictionary()
 _norms: weakref.WeakKeyDictionary[nn.Module, tuple[Names, Names]] = weakref.WeakKeyDictionary()
 
+M = TypeVar("M", bound=nn.Module)
+
+
+def seal(model: M) -> M:
+    """Promise that a model gets no more parts: its leaves are looked up once from now on."""
+    for module in model.modules():
+        _sealed.add(module)
+        _places.pop(module, None)
+        _norms.pop(module, None)
+    return model
+
 
 def places(model: nn.Module) -> list[Place]:
-    """Where a model keeps each leaf of its state dict; looked up once, since a model's names never change."""
+    """Where a model keeps each leaf of its state dict."""
     found = _places.get(model)
     if found is None:
         names, found = list(model.state_dict()), []
         for prefix, module in model.named_modules(remove_duplicate=False):
             start = f"{prefix}." if prefix else ""
-            for held in (module._parameters, module._buffers):
-                found += [(f"{start}{leaf}", held, leaf) for leaf in held if f"{start}{leaf}" in names]
+            for owner in (module._parameters, module._buffers):
+                found += [(f"{start}{leaf}", owner, leaf) for leaf in owner if f"{start}{leaf}" in names]
         if [name for name, _, _ in found] != names:
             raise FedprismError(
                 f"{type(model).__name__} says for itself what its state is; a model's state must be its parameters and "
                 "buffers by their own names."
             )
-        _places[model] = found
+        if model in _sealed:
+            _places[model] = found
     return found
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
     """The state dict with the tensors themselves, quickly."""
-    return {name: held[leaf] for name, held, leaf in places(model)}
+    return {name: owner[leaf] for name, owner, leaf in places(model)}
 
 
 def parameters(model: nn.Module) -> Names:
     """Every leaf that is trained: the names of `named_parameters`, quickly."""
-    return tuple(name for name, held, leaf in places(model) if isinstance(held[leaf], nn.Parameter))
+    return tuple(name for name, owner, leaf in places(model) if isinstance(owner[leaf], nn.Parameter))
 
 
 def everything(model: nn.Module) -> Names:
@@ -104,6 +119,7 @@ def _of_norms(model: nn.Module, affine: bool, running: bool) -> Names:
             for leaf in module.state_dict()
         ]
         found = (tuple(n for n, is_affine in every if is_affine), tuple(n for n, is_affine in every if not is_affine))
-        _norms[model] = found
+        if model in _sealed:
+            _norms[model] = found
     wanted = {*(found[0] if affine else ()), *(found[1] if running else ())}
     return tuple(name for name in tensors(model) if name in wanted) if wanted else ()

@@ -11,7 +11,7 @@ from torch import nn
 from fedprism.config import setting
 from fedprism.errors import ConfigError
 from fedprism.methods import register
-from fedprism.methods.base import Arch, Info, Me, Method, Net, Now, Pass, State, Upload, leaves, load
+from fedprism.methods.base import Arch, Client, Context, Info, Method, Net, Pass, State, Upload, leaves, load
 
 
 @register
@@ -26,13 +26,13 @@ class LGFedAvg(Method):
     weighting = "uniform"
     mixed_with = {"warmup": 0}
 
-    warmup: int = setting(10, "rounds of FedAvg that give everyone the first model", lambda v: v >= 0, "0 or more")
+    warmup: int = setting(10, "rounds of FedAvg that train the initial model", lambda v: v >= 0, "0 or more")
 
     @property
     def mixed(self) -> bool:
         return self.warmup == 0
 
-    def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
+    def build(self, arch: Arch, client_id: str | None, info: Info, seed: int) -> nn.Module:
         heads = {a.label: a.hollow().head.state_dict() for a in dict.fromkeys(info.archs.values())}
         if len({frozenset(head) for head in heads.values()}) > 1:
             layers = "; ".join(f"{label}: {', '.join(head)}" for label, head in heads.items())
@@ -47,34 +47,37 @@ class LGFedAvg(Method):
                 "set model.features to auto or to a number, and leave it out of the entries of model.per_client."
             )
         model = arch.model(seed)
-        model.register_buffer("started", torch.tensor(False))  # has this client trained the body that is its own now?
+        model.register_buffer("started", torch.tensor(False))  # whether this client has trained its own body
         return model
 
-    def shared(self, model: Net, now: Now) -> Collection[str]:
-        return leaves.part(model, "body", "head") if now.round < self.warmup else leaves.part(model, "head")
+    def shared(self, model: Net, ctx: Context) -> Collection[str]:
+        return leaves.part(model, "body", "head") if ctx.round < self.warmup else leaves.part(model, "head")
 
-    # The averaged body must reach every client once after the warm-up, however late it is sampled, and never again. So
-    # the server sends the whole model to those from whom it has not heard since, and a client with a body keeps it.
-    def server(self, model: Net, now: Now) -> State:
-        return {**super().server(model, now), "started": torch.zeros(len(now.info.clients), dtype=torch.bool)}
+    # The averaged body must reach every client exactly once after the warm-up, however late the client is sampled. So
+    # the server sends the whole model to clients without an upload since, and a client with its own body keeps it.
+    def server(self, model: Net, ctx: Context) -> State:
+        return {**super().server(model, ctx), "started": torch.zeros(len(ctx.info.clients), dtype=torch.bool)}
 
-    def send(self, server: State, client: str | None, now: Now) -> State:
-        has_body = client in now.info.clients and bool(server["started"][now.info.place[client]])
-        return {n: t for n, t in server.items() if n != "started" and (n in now.shared or not has_body)}
+    def send(self, server: State, client_id: str | None, ctx: Context) -> State:
+        has_body = client_id in ctx.info.clients and bool(server["started"][ctx.info.index[client_id]])
+        return {n: t for n, t in server.items() if n != "started" and (n in ctx.shared or not has_body)}
 
-    def receive(self, me: Me, now: Now) -> None:
-        own = {name: leaves.tensors(me.model)[name] for name in leaves.part(me.model, "body")}
-        # Chosen on the device: to ask for `started` here would be to wait for all that was launched before.
-        load(me.model, {n: torch.where(me.model.started, own[n], t) if n in own else t for n, t in now.down.items()})
+    def receive(self, client: Client, ctx: Context) -> None:
+        own = {name: leaves.tensors(client.model)[name] for name in leaves.part(client.model, "body")}
+        # Chosen on the device: reading `started` here would synchronise with it.
+        load(
+            client.model,
+            {n: torch.where(client.model.started, own[n], t) if n in own else t for n, t in ctx.download.items()},
+        )
 
-    def passes(self, me: Me, now: Now) -> list[Pass]:
-        return [Pass(self.loss, end=self.settle)]
+    def passes(self, client: Client, ctx: Context) -> list[Pass]:
+        return [Pass(self.loss, end=self.mark_started)]
 
-    def settle(self, me: Me, now: Now) -> None:
-        me.model.started.fill_(now.round >= self.warmup)
+    def mark_started(self, client: Client, ctx: Context) -> None:
+        client.model.started.fill_(ctx.round >= self.warmup)
 
-    def aggregate(self, server: State, uploads: Sequence[Upload], now: Now) -> State:
+    def aggregate(self, server: State, uploads: Sequence[Upload], ctx: Context) -> State:
         started = server["started"].clone()
-        if now.round >= self.warmup:
-            started[[now.info.place[u.client] for u in uploads if u.client in now.info.clients]] = True
-        return {**super().aggregate(server, uploads, now), "started": started}
+        if ctx.round >= self.warmup:
+            started[[ctx.info.index[u.client_id] for u in uploads if u.client_id in ctx.info.clients]] = True
+        return {**super().aggregate(server, uploads, ctx), "started": started}

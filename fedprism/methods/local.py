@@ -1,4 +1,4 @@
-"""Local: every client trains alone. What any federation has to beat."""
+"""Local: each client trains alone. The baseline of every federated method."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from fedprism.methods import register
-from fedprism.methods.base import Method, Net, Now
+from fedprism.methods.base import Context, Method, Net
 
 
 @register
@@ -25,5 +25,5 @@ class Local(Method):
     def mixed(self) -> bool:
         return True
 
-    def shared(self, model: Net, now: Now) -> Collection[str]:
+    def shared(self, model: Net, ctx: Context) -> Collection[str]:
         return ()

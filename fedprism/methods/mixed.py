@@ -1,4 +1,4 @@
-"""Clients of different architectures: which methods allow them, and what is said of those that do not."""
+"""Clients of different architectures: which methods allow them, and the error for those that do not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedprism.models import named_arch
 
 
 def allowing() -> list[str]:
-    """The built-in methods that allow it, each with the settings that it needs for that."""
+    """The built-in methods that allow different architectures, with the settings that they need for it."""
     found = []
     for name, cls in METHODS.items():
         if cls().mixed:
@@ -25,7 +25,7 @@ def allowing() -> list[str]:
 
 
 def check_mixed(methods: Sequence[Method], info: Info) -> None:
-    """Refuse clients of different architectures, naming every method that needs one for all."""
+    """Refuse clients of different architectures; the error names the methods that need a single one."""
     unable = [method.id for method in methods if not method.mixed]
     if not info.mixed or not unable:
         return
@@ -39,10 +39,10 @@ def check_mixed(methods: Sequence[Method], info: Info) -> None:
 
 
 def one_for_all(given: Any, where: str, info: Info) -> Arch:
-    """The architecture of a model that all clients share beside their own: the smallest of theirs, or a named one."""
-    named = plain(given)  # made in Python it may be a text or a dict
+    """The architecture of a model that all clients share besides their own: the smallest of theirs, or a named one."""
+    named = plain(given)  # in Python it may be a string or a dict
     if named in ("smallest", {"name": "smallest"}):
-        return min((info.archs[client] for client in info.clients), key=lambda arch: arch.parameters)
+        return min((info.archs[client_id] for client_id in info.clients), key=lambda arch: arch.parameters)
     return named_arch(named, f"{where} (or smallest)", info.classes, info.arch.shape)
 
 

@@ -12,7 +12,7 @@ from torch.nn.functional import cosine_similarity, cross_entropy, softplus
 
 from fedprism.config import positive, setting
 from fedprism.methods import leaves, register
-from fedprism.methods.base import Arch, Draw, Info, Me, Method, Net, Now, Parts, Pass, Tensors
+from fedprism.methods.base import Arch, Client, Context, Draw, Info, Method, Net, Parts, Pass, Tensors
 from fedprism.methods.states import load
 from fedprism.models import fresh
 
@@ -31,10 +31,10 @@ class MOON(Method):
     mu: float = setting(1.0, "weight of the contrastive term", lambda v: v >= 0, "0 or more")
     tau: float = setting(0.5, "temperature of the contrastive term", positive, "above 0")
     projection: int | None = setting(
-        None, "width of an MLP between body and head, the original's: 256; null: none", positive, "1 or more"
+        None, "width of an MLP between body and head (the original: 256); null: no MLP", positive, "1 or more"
     )
 
-    def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
+    def build(self, arch: Arch, client_id: str | None, info: Info, seed: int) -> nn.Module:
         net, width, out = arch.model(seed), arch.width, self.projection
         if out is not None:
             mlp = fresh(lambda: nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, out)), seed, "mlp")
@@ -42,29 +42,29 @@ class MOON(Method):
             net.head = fresh(lambda: replace(arch, features=out).hollow().head, seed, "")  # takes `out` features
         return Parts(net=net, previous=copy.deepcopy(net.body), own=Tensors({"trained": torch.tensor(False)}))
 
-    def shared(self, model: Net, now: Now) -> Collection[str]:
+    def shared(self, model: Net, ctx: Context) -> Collection[str]:
         return leaves.part(model, "net")
 
-    def start(self, me: Me, now: Now) -> None:
-        me.freeze("received", me.model.net.body)
-        # Before a client's first training the received model is its previous one; chosen on the device.
-        body, own = leaves.tensors(me.model.net.body), leaves.tensors(me.model.previous)
-        load(me.model.previous, {n: torch.where(me.model.own["trained"], own[n], t) for n, t in body.items()})
+    def start(self, client: Client, ctx: Context) -> None:
+        client.freeze("received", client.model.net.body)
+        # Before a client's first training, the received model is its previous one. Chosen on the device.
+        body, own = leaves.tensors(client.model.net.body), leaves.tensors(client.model.previous)
+        load(client.model.previous, {n: torch.where(client.model.own["trained"], own[n], t) for n, t in body.items()})
 
-    def passes(self, me: Me, now: Now) -> list[Pass]:
-        return [Pass(self.loss, trains=leaves.part(me.model, "net"), end=self.remember)]
+    def passes(self, client: Client, ctx: Context) -> list[Pass]:
+        return [Pass(self.loss, trains=leaves.part(client.model, "net"), end=self.remember)]
 
-    def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
-        z = me.model.net.body(x)
+    def loss(self, client: Client, x: Tensor, y: Tensor) -> Tensor:
+        z = client.model.net.body(x)
         with torch.no_grad():  # neither is trained, so both run in eval mode
-            received, previous = me["received"](x), me.model.previous(x)
+            received, previous = client["received"](x), client.model.previous(x)
         term = contrast(z, received, previous, self.tau)
-        me.log("contrast", term)
-        return cross_entropy(me.model.net.head(z), y) + self.mu * term
+        client.log("contrast", term)
+        return cross_entropy(client.model.net.head(z), y) + self.mu * term
 
-    def remember(self, me: Me, now: Now) -> None:
-        load(me.model.previous, leaves.tensors(me.model.net.body))
-        me.model.own["trained"].fill_(True)
+    def remember(self, client: Client, ctx: Context) -> None:
+        load(client.model.previous, leaves.tensors(client.model.net.body))
+        client.model.own["trained"].fill_(True)
 
     def predict(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
         return model.net(x)
@@ -72,6 +72,6 @@ class MOON(Method):
 
 def contrast(z: Tensor, received: Tensor, previous: Tensor, tau: float) -> Tensor:
     """-log(e^a / (e^a + e^b)) = log(1 + e^(b - a)); a, b: cosines of z with the received and the previous, over tau."""
-    exact = torch.promote_types(z.dtype, torch.float32)  # what is left of a difference of two cosines in bfloat16?
+    exact = torch.promote_types(z.dtype, torch.float32)  # the difference of two cosines needs more than bfloat16
     near, far = (cosine_similarity(z.to(exact), other.to(exact)) for other in (received, previous))
     return softplus((far - near) / tau).mean()

@@ -1,4 +1,4 @@
-"""Per-FedAvg (Fallah et al., NeurIPS 2020): FedAvg of a model that is good after one step on a client's own data."""
+"""Per-FedAvg (Fallah et al., NeurIPS 2020): FedAvg of a model that is good after one step on a client's data."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from fedprism.config import positive, setting
-from fedprism.methods import register
-from fedprism.methods.base import Me, Method, Net, Now, Pass, State
+from fedprism.methods import leaves, register
+from fedprism.methods.base import Client, Context, Method, Net, Pass, State
 from fedprism.methods.states import steered
 
 
@@ -34,45 +34,50 @@ class PerFedAvg(Method):
     variant: Literal["first-order", "hessian-free"] = setting(
         "first-order", "the meta-gradient: without second derivatives, or with them by finite differences"
     )
-    alpha: float = setting(0.05, "rate of the adaptation step, without the schedule", lambda v: v >= 0, "0 or more")
-    delta: float = setting(1e-3, "of hessian-free: how far both gradients are from w", positive, "above 0")
-    adapt_steps: int = setting(1, "steps of adaptation before a test", positive, "1 or more")
+    alpha: float = setting(
+        0.05, "learning rate of the adaptation step, without schedule", lambda v: v >= 0, "0 or more"
+    )
+    delta: float = setting(1e-3, "with hessian-free: distance of both gradients from w", positive, "above 0")
+    adapt_steps: int = setting(1, "adaptation steps before a test", positive, "1 or more")
 
     @property
     def parts(self) -> int:
-        """Batches that a step needs."""
+        """Batches per step."""
         return 2 if self.variant == "first-order" else 3
 
-    def passes(self, me: Me, now: Now) -> list[Pass]:
-        return [Pass(self.loss, batch=self.parts * now.train.batch, least=self.parts * min(2, now.train.batch))]
+    def passes(self, client: Client, ctx: Context) -> list[Pass]:
+        size = ctx.train.batch_size
+        return [Pass(self.loss, batch_size=self.parts * size, min_batch=self.parts * min(2, size))]
 
-    def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
-        first, second, *third = [(x[rows], y[rows]) for rows in cut(len(x), self.parts, min(2, me.config.batch))]
-        w = me.parameters()
-        _, inner = gradient(me.model, w, *first)
-        loss, outer = gradient(me.model, moved(w, inner, -self.alpha), *second)
+    def loss(self, client: Client, x: Tensor, y: Tensor) -> Tensor:
+        least = min(2, client.config.batch_size)
+        first, second, *third = [(x[rows], y[rows]) for rows in cut(len(x), self.parts, least)]
+        w = client.parameters()
+        _, inner = gradient(client.model, w, *first)
+        loss, outer = gradient(client.model, moved(w, inner, -self.alpha), *second)
         for batch in third:  # H g' = (g(w + delta g') - g(w - delta g')) / (2 delta)
-            ahead, behind = (gradient(me.model, moved(w, outer, d), *batch)[1] for d in (self.delta, -self.delta))
+            ahead, behind = (gradient(client.model, moved(w, outer, d), *batch)[1] for d in (self.delta, -self.delta))
             share = self.alpha / (2 * self.delta)
             outer = {n: g - share * (ahead[n] - behind[n]) for n, g in outer.items()}
         return steered(loss, w, outer)
 
-    def adapt(self, me: Me, now: Now) -> list[Pass]:
+    def adapt(self, client: Client, ctx: Context) -> list[Pass]:
         plain = {"name": "sgd", "lr": self.alpha, "momentum": 0.0, "weight_decay": 0.0}
-        steps, step = self.adapt_steps, None if now.train.clip is None else self.unclipped
-        return [Pass(super().loss, "adapt", epochs=steps, steps=steps, optimizer=plain, scheduled=False, step=step)]
+        steps, step = self.adapt_steps, None if ctx.train.clip is None else self.unclipped
+        everything = leaves.everything(client.model)
+        return [Pass(super().loss, "adapt", everything, steps, steps, optimizer=plain, scheduled=False, step=step)]
 
-    def unclipped(self, me: Me, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """The step as `loss` makes it: `train.clip` is for the meta-gradient."""
+    def unclipped(self, client: Client, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """A step without clipping: `train.clip` applies to the meta-gradient."""
         optimizer.zero_grad(set_to_none=True)
-        loss = super().loss(me, x, y)
-        me.backward(loss)
+        loss = super().loss(client, x, y)
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        me.log("loss/adapt", loss)
+        client.log("loss/adapt", loss)
 
 
 def cut(rows: int, parts: int, least: int = 2) -> list[slice]:
-    """A batch in equal parts of two images or more, which batch norm needs; of a batch that is too small, they overlap.
+    """Cut a batch into equal parts of at least two images, as batch norm needs; parts of a small batch overlap.
 
     >>> [[(part.start, part.stop) for part in cut(rows, 2)] for rows in (64, 7, 3, 2)]
     [[(0, 32), (32, 64)], [(0, 3), (3, 7)], [(0, 2), (1, 3)], [(0, 2), (0, 2)]]

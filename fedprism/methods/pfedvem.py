@@ -1,4 +1,4 @@
-"""pFedVEM (Zhu et al., CVPR 2023): Gaussian heads around a common one, to which confident clients add more."""
+"""pFedVEM (Zhu et al., CVPR 2023): Gaussian heads around a common one, in which confident clients weigh more."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, softplus
 
 from fedprism.config import positive, setting
 from fedprism.methods import leaves, register
-from fedprism.methods.base import Arch, Draw, Info, Kind, Me, Method, Net, Now, Pass, State, Upload
+from fedprism.methods.base import Arch, Client, Context, Draw, Info, Method, Net, Pass, State, Upload, UploadKind
 from fedprism.methods.states import average, load
 
 
@@ -35,76 +35,76 @@ class PFedVEM(Method):
     has_global = True
     shows = {"kl": "divergence of the head from its prior", "rho": "the prior's deviation; small is confident"}
 
-    samples: int = setting(5, "heads that are drawn in a step", positive, "1 or more")
-    sigma: float = setting(0.1, "first deviation of the head's weights", lambda v: 0 < v < 100, "above 0, below 100")
-    head_steps: int = setting(10, "steps on the head in a round, each on all images", positive, "1 or more")
-    head_batch: int = setting(1024, "images of such a step at most; then they stand for all", positive, "1 or more")
+    samples: int = setting(5, "heads drawn per step", positive, "1 or more")
+    sigma: float = setting(0.1, "initial deviation of the head's weights", lambda v: 0 < v < 100, "above 0, below 100")
+    head_steps: int = setting(10, "head steps per round, each on all images", positive, "1 or more")
+    head_batch: int = setting(1024, "maximum images of such a step, a sample of all", positive, "1 or more")
     head_lr: float | None = setting(None, "learning rate of the head; null: that of the body", positive, "above 0")
     kl: float = setting(1.0, "weight of the divergence from the prior", lambda v: v >= 0, "0 or more")
 
-    def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
+    def build(self, arch: Arch, client_id: str | None, info: Info, seed: int) -> nn.Module:
         model = arch.model(seed)
         mu = flat(model.head).detach()
         model.register_parameter("spread", nn.Parameter(torch.full_like(mu, self.sigma * math.log(math.expm1(1)))))
         model.register_buffer("common", mu)
-        model.register_buffer("rho2", mu.new_zeros(()))  # 0: this client has not trained yet
+        model.register_buffer("rho2", mu.new_zeros(()))  # 0: the client has not trained yet
         return model
 
-    def shared(self, model: Net, now: Now) -> Collection[str]:
+    def shared(self, model: Net, ctx: Context) -> Collection[str]:
         return set(leaves.everything(model)) - {"spread", "rho2", *(f"head.{name}" for name in gaussian(model.head))}
 
-    def uploads(self, model: Net, now: Now) -> Mapping[str, Kind]:
-        return {**super().uploads(model, now), "common": "weights", "rho2": "scalar"}
+    def uploads(self, model: Net, ctx: Context) -> Mapping[str, UploadKind]:
+        return {**super().uploads(model, ctx), "common": "weights", "rho2": "scalar"}
 
     def deviation(self, model: Net) -> Tensor:
-        """Of every weight of the head: a softplus as wide as the first one, so that small ones train as fast."""
+        """Deviation of each head weight: a softplus scaled by sigma, so that small deviations train as fast."""
         return self.sigma * softplus(model.spread / self.sigma)
 
     def log_deviation(self, model: Net) -> Tensor:
-        """Its logarithm, also where it is too small for a number: an exponential, whose slope is that of the KL."""
+        """Its logarithm, also where it underflows: there softplus is an exponential, which keeps the KL's slope."""
         x, tiny = model.spread / self.sigma, torch.finfo(model.spread.dtype).tiny
         return torch.where(x < -15, x + math.log(self.sigma), self.deviation(model).clamp(min=tiny).log())
 
     def squares(self, model: Net) -> Tensor:
-        """sigma^2 + (mu - m)^2 of every weight of the head."""
+        """sigma^2 + (mu - m)^2 of each head weight."""
         return self.deviation(model).square() + (flat(model.head) - model.common).square()
 
-    def receive(self, me: Me, now: Now) -> None:
-        load(me.model, now.down)
-        mu = torch.where(me.model.rho2 > 0, flat(me.model.head), me.model.common)
-        load(me.model.head, named(me.model.head, mu))
+    def receive(self, client: Client, ctx: Context) -> None:
+        load(client.model, ctx.download)
+        mu = torch.where(client.model.rho2 > 0, flat(client.model.head), client.model.common)
+        load(client.model.head, named(client.model.head, mu))
 
-    def start(self, me: Me, now: Now) -> None:
-        me.model.rho2.copy_(self.squares(me.model).mean().clamp(min=1e-12))  # the M-step
-        me.log("rho", me.model.rho2.sqrt())
-        me.keep("images", torch.full((), float(len(now.local.train)), device=now.device))
+    def start(self, client: Client, ctx: Context) -> None:
+        client.model.rho2.copy_(self.squares(client.model).mean().clamp(min=1e-12))  # the M-step
+        client.log("rho", client.model.rho2.sqrt())
+        client.keep("images", float(len(ctx.local.train)))
 
-    def passes(self, me: Me, now: Now) -> list[Pass]:
-        body, most = set(self.shared(me.model, now)) - {"common"}, self.head_steps
-        head, rate = set(leaves.parameters(me.model)) - body, {} if self.head_lr is None else {"lr": self.head_lr}
-        full = Pass(self.e_step, "head", head, epochs=most, steps=most, batch=self.head_batch, optimizer=rate)
+    def passes(self, client: Client, ctx: Context) -> list[Pass]:
+        body, most = set(self.shared(client.model, ctx)) - {"common"}, self.head_steps
+        head, rate = set(leaves.parameters(client.model)) - body, {} if self.head_lr is None else {"lr": self.head_lr}
+        full = Pass(self.e_step, "head", head, epochs=most, steps=most, batch_size=self.head_batch, optimizer=rate)
         return [full, Pass(self.loss, "body", body)]
 
-    def e_step(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
-        rho2 = me.model.rho2
-        kl = 0.5 * (self.squares(me.model) / rho2 - 1 + rho2.log() - 2 * self.log_deviation(me.model)).sum()
-        me.log("kl", kl)
-        return self.loss(me, x, y) + (self.kl * kl / me["images"] if self.kl else 0.0)
+    def e_step(self, client: Client, x: Tensor, y: Tensor) -> Tensor:
+        rho2 = client.model.rho2
+        kl = 0.5 * (self.squares(client.model) / rho2 - 1 + rho2.log() - 2 * self.log_deviation(client.model)).sum()
+        client.log("kl", kl)
+        return self.loss(client, x, y) + (self.kl * kl / client["images"] if self.kl else 0.0)
 
-    def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
-        z, head, mu = me.model.body(x), me.model.head, flat(me.model.head)
-        drawn = mu + self.deviation(me.model) * normal(me.draw("head", self.samples, len(mu)))
+    def loss(self, client: Client, x: Tensor, y: Tensor) -> Tensor:
+        z, head, mu = client.model.body(x), client.model.head, flat(client.model.head)
+        drawn = mu + self.deviation(client.model) * normal(client.draw("head", self.samples, len(mu)))
         scores = [functional_call(head, named(head, weights), z) for weights in drawn]
         return torch.stack([cross_entropy(each, y) for each in scores]).mean()
 
-    def upload(self, me: Me, now: Now) -> State:
-        return {**super().upload(me, now), "common": flat(me.model.head), "rho2": me.model.rho2}
+    def upload(self, client: Client, ctx: Context) -> State:
+        return {**super().upload(client, ctx), "common": flat(client.model.head), "rho2": client.model.rho2}
 
-    def aggregate(self, server: State, uploads: Sequence[Upload], now: Now) -> State:
+    def aggregate(self, server: State, uploads: Sequence[Upload], ctx: Context) -> State:
         known = torch.stack([u.state["rho2"] for u in uploads]).tolist()
-        sure = [1 / rho2 if rho2 > 0 else 0.0 for rho2 in known]  # a variance that is none makes nobody sure
+        sure = [1 / rho2 if rho2 > 0 else 0.0 for rho2 in known]  # an invalid variance gets no weight
         rest = [replace(u, state={name: u.state[name] for name in server}) for u in uploads]
-        after = {**super().aggregate(server, rest, now), "common": server["common"]}
+        after = {**super().aggregate(server, rest, ctx), "common": server["common"]}
         if not any(sure):
             return after
         return after | average([{"common": u.state["common"]} for u in uploads], [each / sum(sure) for each in sure])
@@ -115,7 +115,7 @@ class PFedVEM(Method):
 
 
 def gaussian(head: nn.Module) -> State:
-    """The parameters of the head's fully connected layers; norm layers are ordinary ones, as in the body."""
+    """The parameters of the head's fully connected layers; its norm layers are not Gaussian."""
     layers = {name for name, part in head.named_modules() if isinstance(part, nn.Linear)}
     return {name: p for name, p in head.named_parameters() if name.rpartition(".")[0] in layers}
 
@@ -125,7 +125,7 @@ def flat(head: nn.Module) -> Tensor:
 
 
 def named(head: nn.Module, weights: Tensor) -> State:
-    """The parameters that a flat vector holds."""
+    """The parameters in a flat vector, by name."""
     own = gaussian(head)
     pieces = torch.split(weights, [p.numel() for p in own.values()])
     return {name: piece.view_as(p) for (name, p), piece in zip(own.items(), pieces, strict=True)}

@@ -10,7 +10,21 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fedprism.methods import leaves, register
-from fedprism.methods.base import Arch, Draw, Info, Kind, Me, Method, Net, Now, Parts, Pass, State, Tensors, Upload
+from fedprism.methods.base import (
+    Arch,
+    Client,
+    Context,
+    Draw,
+    Info,
+    Method,
+    Net,
+    Parts,
+    Pass,
+    State,
+    Tensors,
+    Upload,
+    UploadKind,
+)
 from fedprism.methods.states import average, load
 
 
@@ -27,67 +41,65 @@ class Scaffold(Method):
     weighting = "uniform"
     has_global = True
 
-    def build(self, arch: Arch, client: str | None, info: Info, seed: int) -> nn.Module:
+    def build(self, arch: Arch, client_id: str | None, info: Info, seed: int) -> nn.Module:
         model = arch.model(seed)
         return Parts(net=model, control=Tensors({n: torch.zeros_like(p) for n, p in model.named_parameters()}))
 
-    def shared(self, model: Net, now: Now) -> Collection[str]:
+    def shared(self, model: Net, ctx: Context) -> Collection[str]:
         return leaves.part(model, "net")
 
-    def server(self, model: Net, now: Now) -> State:
-        return {
-            **super().server(model, now),
-            **{f"c.{n}": torch.zeros_like(p) for n, p in _travelling(model, now).items()},
-        }
+    def server(self, model: Net, ctx: Context) -> State:
+        control = {f"c.{n}": torch.zeros_like(p) for n, p in _travelling(model, ctx).items()}
+        return {**super().server(model, ctx), **control}
 
-    def send(self, server: State, client: str | None, now: Now) -> State:
+    def send(self, server: State, client_id: str | None, ctx: Context) -> State:
         return server
 
-    def receive(self, me: Me, now: Now) -> None:
-        load(me.model, {n: t for n, t in now.down.items() if n in now.shared})
+    def receive(self, client: Client, ctx: Context) -> None:
+        load(client.model, {n: t for n, t in ctx.download.items() if n in ctx.shared})
 
-    def start(self, me: Me, now: Now) -> None:
-        net, own = _travelling(me.model, now), me.model.control.tensors()
-        me.keep("received", net)
-        me.keep("correction", {n: now.down[f"c.{n}"] - own[n] for n in net})
+    def start(self, client: Client, ctx: Context) -> None:
+        net, own = _travelling(client.model, ctx), client.model.control.tensors()
+        client.keep("received", net)
+        client.keep("correction", {n: ctx.download[f"c.{n}"] - own[n] for n in net})
 
-    def passes(self, me: Me, now: Now) -> list[Pass]:
-        # Option II divides by (steps x learning rate), which holds for plain SGD alone.
+    def passes(self, client: Client, ctx: Context) -> list[Pass]:
+        # Option II divides by (steps x learning rate), which is valid for plain SGD only.
         plain = {"name": "sgd", "momentum": 0.0}
-        return [Pass(self.loss, optimizer=plain, trains=leaves.part(me.model, "net"), end=self.update_control)]
+        return [Pass(self.loss, optimizer=plain, trains=leaves.part(client.model, "net"), end=self.update_control)]
 
-    def loss(self, me: Me, x: Tensor, y: Tensor) -> Tensor:
+    def loss(self, client: Client, x: Tensor, y: Tensor) -> Tensor:
         # The gradient of <w, c - c_k> is c - c_k: a step along g - c_k + c (Algorithm 1, line 10).
-        net = dict(me.model.net.named_parameters())
-        drift = torch.stack([(net[n] * c).sum() for n, c in me["correction"].items()]).sum()
-        return cross_entropy(me.model.net(x), y) + drift
+        net = dict(client.model.net.named_parameters())
+        drift = torch.stack([(net[n] * c).sum() for n, c in client["correction"].items()]).sum()
+        return cross_entropy(client.model.net(x), y) + drift
 
-    def uploads(self, model: Net, now: Now) -> Mapping[str, Kind]:
-        control: dict[str, Kind] = {f"c.{n}": "weights" for n in _travelling(model, now)}
-        return {**super().uploads(model, now), **control}
+    def uploads(self, model: Net, ctx: Context) -> Mapping[str, UploadKind]:
+        control: dict[str, UploadKind] = {f"c.{n}": "weights" for n in _travelling(model, ctx)}
+        return {**super().uploads(model, ctx), **control}
 
-    def update_control(self, me: Me, now: Now) -> None:
+    def update_control(self, client: Client, ctx: Context) -> None:
         # c_k+ = c_k - c + (w - y_k) / (S lr) (option II, line 12); what is sent is c_k+ - c_k.
-        scale, own = 1 / (now.steps["train"] * now.lr), me.model.control.tensors()
-        moved = {n: (me["received"][n] - y) * scale for n, y in _travelling(me.model, now).items()}
-        me.keep("change", {n: t - me["correction"][n] - own[n] for n, t in moved.items()})
-        for n, change in me["change"].items():
+        scale, own = 1 / (ctx.steps["train"] * ctx.lr), client.model.control.tensors()
+        moved = {n: (client["received"][n] - y) * scale for n, y in _travelling(client.model, ctx).items()}
+        client.keep("change", {n: t - client["correction"][n] - own[n] for n, t in moved.items()})
+        for n, change in client["change"].items():
             own[n].add_(change)
 
-    def upload(self, me: Me, now: Now) -> State:
-        return {**super().upload(me, now), **{f"c.{n}": t for n, t in me["change"].items()}}
+    def upload(self, client: Client, ctx: Context) -> State:
+        return {**super().upload(client, ctx), **{f"c.{n}": t for n, t in client["change"].items()}}
 
-    def aggregate(self, server: State, uploads: Sequence[Upload], now: Now) -> State:
+    def aggregate(self, server: State, uploads: Sequence[Upload], ctx: Context) -> State:
         # c += sum(c_k+ - c_k) / N over all N clients; w moves to the mean of the y_k (lines 16 and 17; lr_g is
         # server.lr).
-        change = average([u.state for u in uploads], [1 / len(now.info.clients)] * len(uploads))
+        change = average([u.state for u in uploads], [1 / len(ctx.info.clients)] * len(uploads))
         control = {n: t + change[n] for n, t in server.items() if n.startswith("c.")}
-        return {**super().aggregate(server, uploads, now), **control}
+        return {**super().aggregate(server, uploads, ctx), **control}
 
     def predict(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
         return model.net(x)
 
 
-def _travelling(model: Net, now: Now) -> State:
-    """The network's parameters that are shared, by their name in the network."""
-    return {n: p for n, p in model.net.named_parameters() if f"net.{n}" in now.shared}
+def _travelling(model: Net, ctx: Context) -> State:
+    """The network's shared parameters, by their names in the network."""
+    return {n: p for n, p in model.net.named_parameters() if f"net.{n}" in ctx.shared}

@@ -41,8 +41,8 @@ def load(model: Net, state: Mapping[str, Tensor]) -> None:
     own = tensors(model)
     for name, tensor in state.items():
         if name not in own or own[name].shape != tensor.shape:
-            held = f"{tuple(own[name].shape)} here" if name in own else "not in this model"
-            raise FedprismError(f"cannot load {name!r} of shape {tuple(tensor.shape)}: it is {held}.")
+            found = f"{tuple(own[name].shape)} here" if name in own else "not in this model"
+            raise FedprismError(f"cannot load {name!r} of shape {tuple(tensor.shape)}: it is {found}.")
     copy_all([own[name] for name in state], list(state.values()))
 
 
@@ -53,6 +53,25 @@ def copy_all(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     for dtype in set(types):
         places = [place for place, own in enumerate(types) if own == dtype]
         torch._foreach_copy_([into[i] for i in places], [tensors[i] for i in places], non_blocking=True)
+
+
+def copy_of(state: State) -> State:
+    """Copies of tensors, which the next client in the same slot cannot touch."""
+    copies = [torch.empty_like(tensor, requires_grad=False) for tensor in state.values()]
+    copy_all(copies, list(state.values()))
+    return dict(zip(state, copies, strict=True))
+
+
+@torch.no_grad()
+def not_finite(state: State) -> str | None:
+    """The first leaf that holds a NaN or an infinity."""
+    floats = {name: t.detach() for name, t in state.items() if t.is_floating_point() and t.numel()}
+    if not floats:
+        return None
+    # The smallest and the largest value in one pass: both are NaN if any value is.
+    ends = [torch.stack(torch.aminmax(tensor)).double().div(2).sum() for tensor in floats.values()]
+    finite = torch.stack(ends).isfinite().tolist()
+    return next((name for name, fine in zip(floats, finite, strict=True) if not fine), None)
 
 
 def inherit(model: Net, personal: State) -> None:

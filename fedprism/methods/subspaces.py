@@ -11,16 +11,16 @@ from fedprism import keys
 from fedprism.errors import ConfigError
 from fedprism.methods.states import Tensors
 
-ROWS = 1 << 16  # of a block
-INSIDE = 1e-6  # how little of a vector of length 1 may lie outside to count as inside
-NOTHING = 1e-12  # a singular value that is so small a part of the largest is 0
+ROWS = 1 << 16  # rows per block
+INSIDE = 1e-6  # a unit vector with less than this outside of the subspace counts as inside
+NOTHING = 1e-12  # singular values below this fraction of the largest count as 0
 
 
 class Subspace(Tensors):
-    """A basis P `[L, R]`, random at first, that takes in updates d by the truncated SVD of [P diag(values), d].
+    """A basis P `[L, R]`, initially random, that takes in updates d by the truncated SVD of [P diag(values), d].
 
-    raw: the values are 1 and d comes as it is. normalised: d has length 1. keep-singular-values: the values are those
-    of the last SVD; the random start counts for nothing, so they are 0 at first.
+    raw: the values are 1 and d is unchanged. normalised: d has length 1. keep-singular-values: the values are those of
+    the last SVD, initially 0, so that the random start has no weight.
     """
 
     def __init__(self, size: int, rank: int, delta: str, *purpose: int | str) -> None:
@@ -35,17 +35,17 @@ class Subspace(Tensors):
         self.delta = delta
 
     def outside(self, d: Tensor) -> Tensor:
-        """What of d `[L]` is orthogonal to the subspace."""
+        """The part of d `[L]` that is orthogonal to the subspace."""
         return d - self["basis"] @ (self["basis"].T @ d)
 
     @torch.no_grad()
     def share(self, d: Tensor) -> Tensor:
-        """The share of |d|^2 that lies inside; of nothing, none."""
+        """The share of |d|^2 inside the subspace; 0 if d is 0."""
         gram = self._gram(d)
         return gram[:-1, -1].square().sum() / gram[-1, -1].clamp(min=torch.finfo(gram.dtype).tiny)
 
     def _blocks(self, d: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """[P, d] in double precision, some rows at a time, each with the rows of the basis that it was made from."""
+        """Yield [P, d] in double precision in blocks of rows, each with its rows of the basis."""
         basis = self["basis"]
         for begin in range(0, len(d), ROWS):
             rows = basis[begin : begin + ROWS]
@@ -61,14 +61,14 @@ class Subspace(Tensors):
 
     @torch.no_grad()
     def turn(self, d: Tensor) -> None:
-        """The basis becomes the first R left singular vectors of [P diag(values), d]; what is not finite does nothing.
+        """Set the basis to the first R left singular vectors of [P diag(values), d]; ignore a d that is not finite.
 
         With A = [P, d / |d|] and the eigenvectors of its Gram matrix, A^T A = V diag(w) V^T, the columns of
-        A V diag(w)^-1/2 are orthonormal, so the SVD is that of a matrix of R + 1 rows. A is never made: it is gone
-        through in blocks of rows, in double precision. O(L R^2) operations, and memory of one block.
+        A V diag(w)^-1/2 are orthonormal, so the SVD is that of a matrix of R + 1 rows. A is never stored: it is
+        processed in blocks of rows, in double precision, with O(L R^2) operations and the memory of one block.
 
-        A singular value of 0 has no direction of its own, and an SVD may give any. Then it is what is left of P beside
-        the others, the largest part first: what small equal values in the place of 0 would give.
+        A singular value of 0 has no unique direction. Here it is the remainder of P beside the other directions, the
+        largest part first, which is the limit of small equal values in place of 0.
         """
         length = torch.linalg.vector_norm(d, dtype=torch.float64)
         if not length.isfinite() or length == 0:
@@ -79,8 +79,8 @@ class Subspace(Tensors):
         with keys.one_thread():
             w, v = torch.linalg.eigh(self._gram(unit))
             root = w.clamp(min=0).sqrt()
-            root, v = root[root > INSIDE], v[:, root > INSIDE]  # d adds no direction where it lies inside already
-            a = root.unsqueeze(1) * v.T  # A by its coordinates in those columns
+            root, v = root[root > INSIDE], v[:, root > INSIDE]  # d adds no direction if it is inside already
+            a = root.unsqueeze(1) * v.T  # coordinates of A in those columns
             u, s, _ = torch.linalg.svd(a * torch.cat([values, reach.unsqueeze(0)]))
             s = torch.where(s > NOTHING * s[0], s, 0)[:rank]
             found, old = u[:, :rank][:, s > 0], a[:, :rank]
@@ -93,7 +93,7 @@ class Subspace(Tensors):
 
 
 def overlap(one: Tensor, other: Tensor) -> Tensor:
-    """|P^T Q|_F^2: how many dimensions two subspaces have in common. Signs and rotations of a basis do not matter.
+    """|P^T Q|_F^2: the number of common dimensions of two subspaces, independent of signs and rotations of a basis.
 
     >>> overlap(torch.eye(4)[:, :2], torch.eye(4)[:, [1, 0]]).item()
     2.0

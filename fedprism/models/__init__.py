@@ -1,4 +1,4 @@
-"""Models: every one is an extractor (`body`) and a classifier (`head`) by construction; one family a file."""
+"""Models: each is a feature extractor (`body`) and a classifier (`head`); one family per file."""
 
 from fedprism.models.alexnet_bn import AlexNetBN
 from fedprism.models.base import MODELS, Arch, Block, Family, Model, fresh, initialise, last_linear

@@ -1,4 +1,4 @@
-"""What brings a body's features to another number of them, so that bodies of different widths meet."""
+"""Adapters between bodies and heads of different feature widths."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from fedprism.errors import ConfigError, unknown
 
 
 def windows(width: int, features: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """bool [width, features]: is a place in a window of adaptive pooling? And int64 [features]: how many are."""
-    place, window = torch.arange(width, device=device).unsqueeze(1), torch.arange(features, device=device)
+    """The windows of adaptive pooling: membership, bool [width, features], and sizes, int64 [features]."""
+    position, window = torch.arange(width, device=device).unsqueeze(1), torch.arange(features, device=device)
     start, end = window * width // features, ((window + 1) * width + features - 1) // features
-    return (start <= place) & (place < end), end - start
+    return (start <= position) & (position < end), end - start
 
 
 class Pool(nn.Module):
-    """`nn.AdaptiveAvgPool1d` over the feature vector, as a product: its own gradient is not repeatable on a GPU.
+    """`nn.AdaptiveAvgPool1d` over the features as a product: PyTorch's gradient is not deterministic on a GPU.
 
     >>> Pool(6, 3)(torch.tensor([[1.0, 3.0, 5.0, 5.0, 0.0, 1.0]]))
     tensor([[2.0000, 5.0000, 0.5000]])
     """
 
-    member: Tensor  # [width, features]: 1 where a feature is in a window
-    size: Tensor  # [features]: of each window
+    member: Tensor  # [width, features]: 1 if a feature is in a window
+    size: Tensor  # [features]: size of each window
 
     def __init__(self, width: int, features: int) -> None:
         super().__init__()
-        # Known from the two numbers, so neither saved nor sent.
+        # Computed from the two widths, so neither saved nor sent.
         self.register_buffer("member", torch.empty(width, features), persistent=False)
         self.register_buffer("size", torch.empty(features), persistent=False)
         self.reset_parameters()
@@ -46,15 +46,15 @@ class Pool(nn.Module):
 
 
 class Pool2d(nn.Module):
-    """`nn.AdaptiveAvgPool2d` to `height` x `width`, as a product: its own gradient is not repeatable on a GPU.
+    """`nn.AdaptiveAvgPool2d` to `height` x `width` as a product: PyTorch's gradient is not deterministic on a GPU.
 
-    `of`: height and width of the maps, where they are known; the matrix is then made once.
+    `of` is the height and width of the input maps, if known; the matrix is then made once.
 
     >>> Pool2d(1, 2)(torch.arange(8.0).view(1, 1, 2, 4)).flatten()
     tensor([2.5000, 4.5000])
     """
 
-    means: Tensor | None  # [height and width of the maps, height and width of what they become]
+    means: Tensor | None  # [input pixels, output pixels]
 
     def __init__(self, height: int, width: int, of: tuple[int, int] | None = None) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Pool2d(nn.Module):
         self.width = width
         self.of = of
         empty = None if of is None else torch.empty(of[0] * of[1], height * width)
-        self.register_buffer("means", empty, persistent=False)  # known from the numbers: neither saved nor sent
+        self.register_buffer("means", empty, persistent=False)  # computed from the sizes: neither saved nor sent
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -78,13 +78,13 @@ class Pool2d(nn.Module):
         return f"to {self.height} x {self.width}"
 
     def _means(self, height: int, width: int, like: Tensor) -> Tensor:
-        """Times this, a map becomes the means of its windows."""
+        """The matrix that maps a flattened map to the means of its windows."""
         rows, columns = _means(like, height, self.height), _means(like, width, self.width)
         return torch.kron(rows, columns)
 
 
 def _means(like: Tensor, width: int, features: int) -> Tensor:
-    """[width, features]: times this, a row becomes the means of its windows."""
+    """[width, features]: the matrix that maps a row to the means of its windows."""
     member, size = windows(width, features, like.device)
     return member.to(like.dtype) / size
 
@@ -93,7 +93,7 @@ ADAPTERS: dict[str, type[nn.Module]] = {"pool": Pool, "linear": nn.Linear}
 
 
 def check(features: object, adapter: object) -> None:
-    """Refuse what is no number of features or no adapter."""
+    """Refuse an invalid number of features or an unknown adapter."""
     if features is not None and (not isinstance(features, int) or isinstance(features, bool) or features < 1):
         raise ConfigError(f"model.features is {features!r}; expected auto, own, or 1 or more.")
     if not isinstance(adapter, str) or adapter not in ADAPTERS:
@@ -101,7 +101,7 @@ def check(features: object, adapter: object) -> None:
 
 
 def adapt(kind: str, first: nn.Linear, features: int) -> nn.Module:
-    """What to put before a head's first layer, which from then on takes `features` inputs."""
+    """Make the adapter before a head's first layer, and change that layer to take `features` inputs."""
     block = ADAPTERS[kind](first.in_features, features)
     first.in_features = features
     first.weight = nn.Parameter(torch.empty(first.out_features, features, device=first.weight.device))

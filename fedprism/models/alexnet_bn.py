@@ -13,7 +13,7 @@ from fedprism.models.conv import Conv2d
 
 
 def side_after(pixels: int) -> int:
-    """What the first convolution's stride of 4 and three poolings of 3x3 leave of a side.
+    """Pixels per side after the first convolution's stride of 4 and three poolings of 3x3.
 
     >>> side_after(256), side_after(63)
     (7, 1)

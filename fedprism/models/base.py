@@ -1,9 +1,8 @@
-"""What a model is: an ordered list of named blocks, cut into a body and a head at one of its fully connected layers.
+"""A model is an ordered list of named blocks, split into a body and a head at one of its fully connected layers.
 
-A family (one a file beside this one) is a frozen dataclass: its fields are its settings, its `blocks` are the network.
-`Arch` is a family with settings, classes, shape of the data, cut and number of features; it makes models whose first
-weights are keyed by the seed and by each module's name in the uncut network, so they depend neither on the cut nor on
-any other module.
+A family is a frozen dataclass: its fields are its settings, its `blocks` are the network. `Arch` is a family with
+settings, classes, input shape, split point and number of features. It makes models whose initial weights are keyed by
+the seed and each module's name in the whole network, so that they do not depend on the split point or other modules.
 """
 
 from __future__ import annotations
@@ -25,25 +24,25 @@ from fedprism.errors import ConfigError, FedprismError
 from fedprism.models import adapter as adapters
 from fedprism.registry import Registry
 
-MOST_KEPT = 20_000_000  # parameters of a first model that is kept in memory
+MAX_CACHED = 20_000_000  # parameters of an initial model that stays in memory
 
 Block = tuple[str, nn.Module]
-Part = TypeVar("Part", bound=nn.Module)
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def initialise(module: nn.Module, seed: int, prefix: str = "") -> None:
-    """Draw every submodule's first weights under its own name, `prefix` and dots before it.
+    """Initialise every submodule's weights, keyed by its name with `prefix`.
 
-    A module that holds parameters says how to draw them by `reset_parameters`, as PyTorch's own layers do.
+    A module with parameters needs a `reset_parameters` method, as PyTorch's own layers have.
     """
-    for name, part in _drawn(module, prefix):
-        reset: Callable[[], None] | None = getattr(part, "reset_parameters", None)
-        own = list(part.parameters(recurse=False))
+    for name, inner in _initialised(module, prefix):
+        reset: Callable[[], None] | None = getattr(inner, "reset_parameters", None)
+        own = list(inner.parameters(recurse=False))
         if own and reset is None:
-            raise _undrawn(name, part, "parameters")
+            raise _no_reset(name, inner, "parameters")
         if any(parameter.device.type != "cpu" for parameter in own):
             raise FedprismError(
-                f"{name!r} is on {own[0].device}; first weights are drawn on the CPU: initialise, then move."
+                f"{name!r} is on {own[0].device}; initial weights are drawn on the CPU: initialise, then move."
             )
         if reset is not None:
             with keys.keyed(seed, "init", name):
@@ -51,51 +50,51 @@ def initialise(module: nn.Module, seed: int, prefix: str = "") -> None:
 
 
 class Whole(nn.Module):
-    """A module whose `reset_parameters` draws everything inside it at once, under its own name."""
+    """A module whose `reset_parameters` initialises everything inside it at once."""
 
     def reset_parameters(self) -> None:
         raise NotImplementedError
 
 
-def _drawn(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that draw their first weights, with their names: none from inside a `Whole`."""
+def _initialised(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """The modules to initialise, with their names; those inside a `Whole` are skipped."""
     inside: set[int] = set()
-    for name, part in module.named_modules(prefix=prefix):
-        if id(part) not in inside:
-            yield name, part
-            if isinstance(part, Whole):  # asked after it was drawn, since that may replace what is inside
-                inside.update(id(inner) for inner in part.modules())
+    for name, inner in module.named_modules(prefix=prefix):
+        if id(inner) not in inside:
+            yield name, inner
+            if isinstance(inner, Whole):  # after the yield: initialisation may replace what is inside
+                inside.update(id(each) for each in inner.modules())
 
 
-def _undrawn(name: str, part: nn.Module, what: str) -> FedprismError:
+def _no_reset(name: str, module: nn.Module, what: str) -> FedprismError:
     return FedprismError(
-        f"{name!r} ({type(part).__name__}) holds {what} but does not say how to fill them; "
+        f"{name!r} ({type(module).__name__}) has {what} but no way to initialise them; "
         "give its class a `reset_parameters` method."
     )
 
 
 def _allocate(name: str, block: nn.Module) -> nn.Module:
-    """Storage for a block that was made without any; `initialise` fills it, so it must be able to."""
-    for inner, part in _drawn(block, name):
-        if any(True for _ in part.buffers(recurse=False)) and not hasattr(part, "reset_parameters"):
-            raise _undrawn(inner, part, "buffers")
+    """Allocate a block of the meta device; refuse one that `initialise` cannot fill."""
+    for inner_name, inner in _initialised(block, name):
+        if any(True for _ in inner.buffers(recurse=False)) and not hasattr(inner, "reset_parameters"):
+            raise _no_reset(inner_name, inner, "buffers")
     return block.to_empty(device="cpu")
 
 
-def fresh(make: Callable[[], Part], seed: int, name: str) -> Part:
-    """A new part of a model with its first weights, drawn under its name; the global generator is left as it was.
+def fresh(make: Callable[[], ModuleT], seed: int, name: str) -> ModuleT:
+    """Make a new module of a model with initial weights keyed by its name; the global generator is unchanged.
 
     >>> policy = fresh(lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU()), seed=0, name="policy")
     """
     with torch.device("meta"):
-        part = make()
-    initialise(_allocate(name, part), seed, name)
-    return part
+        module = make()
+    initialise(_allocate(name, module), seed, name)
+    return module
 
 
 def last_linear(module: nn.Module) -> nn.Linear:
-    """The fully connected layer that gives the class scores: the last one in a head or a model."""
-    linears = [part for part in module.modules() if isinstance(part, nn.Linear)]
+    """The fully connected layer that outputs the class scores: the last one of a head or a model."""
+    linears = [inner for inner in module.modules() if isinstance(inner, nn.Linear)]
     if not linears:
         raise FedprismError(f"{type(module).__name__} has no fully connected layer; a head ends in one.")
     return linears[-1]
@@ -103,28 +102,28 @@ def last_linear(module: nn.Module) -> nn.Linear:
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of network: the fields of a subclass are its settings, as `config.setting` describes them."""
+    """A family of networks; the fields of a subclass are its settings, made with `config.setting`."""
 
     description: ClassVar[str] = ""  # one line for `fedprism list models`
     takes: ClassVar[str] = "images"  # or texts
-    smallest: ClassVar[int] = 1  # the fewest pixels a side that leave anything to classify
+    smallest: ClassVar[int] = 1  # minimum number of pixels per side
 
     def blocks(self, classes: int, shape: tuple[int, ...]) -> list[Block]:
-        """The whole network in order; a fully connected layer is a block of its own, after `flatten`.
+        """The whole network in order; each fully connected layer is a separate block, after `flatten`.
 
-        A pooling of maxima stands before its ReLU, not after it: the same bits, gradients too, for less work.
-        `shape` is (channels, height, width) of images, (length, words) of texts.
+        Max pooling comes before its ReLU: values and gradients are bitwise equal, with less work. `shape` is
+        (channels, height, width) for images, (length, vocabulary size) for texts.
         """
         raise NotImplementedError
 
     @classmethod
     def of(cls, model: str) -> type[Family]:
-        """The family of one model of another library; for families that are filed as `library:NAME`."""
+        """The family of one model of another library; for families registered as `library:NAME`."""
         raise NotImplementedError
 
 
-class Models(Registry[type[Family]]):
-    """Families by name. `timm:resnet18` is found in what is filed as `timm:NAME`."""
+class FamilyRegistry(Registry[type[Family]]):
+    """Families by name; `timm:resnet18` is found in the family registered as `timm:NAME`."""
 
     def __getitem__(self, name: str) -> type[Family]:
         library, model = self._library(name)
@@ -134,17 +133,17 @@ class Models(Registry[type[Family]]):
         return super().__contains__(name) or (isinstance(name, str) and bool(self._library(name)[0]))
 
     def _library(self, name: str) -> tuple[str, str]:
-        """What the library is filed as, and the model's name there; two empty texts where it is no such name."""
+        """The library's registered name and the model's name in it; two empty strings for other names."""
         library, _, model = name.partition(":")
-        filed = f"{library}:NAME"
-        return (filed, model) if name != filed and super().__contains__(filed) else ("", "")
+        registered = f"{library}:NAME"
+        return (registered, model) if name != registered and super().__contains__(registered) else ("", "")
 
 
-MODELS = Models("model")
+MODELS = FamilyRegistry("model")
 
 
 class Model(nn.Module):
-    """A body, which turns inputs into features `[batch, width]`, and a head, which turns those into class scores."""
+    """A body, which maps inputs to features `[batch, width]`, and a head, which maps features to class scores."""
 
     def __init__(self, body: nn.Sequential, head: nn.Sequential) -> None:
         super().__init__()
@@ -158,7 +157,7 @@ class Model(nn.Module):
 
 @dataclass(frozen=True)
 class Arch:
-    """One architecture, as a value: two that are equal make models with the same leaves.
+    """An architecture as a value: equal ones make models with the same leaves.
 
     >>> Arch("lenet-bn", classes=10, shape=(3, 16, 16)).width
     64
@@ -166,11 +165,11 @@ class Arch:
 
     name: str
     classes: int
-    shape: tuple[int, ...]  # of images: channels, height, width; of texts: length, words
-    head_layers: int | str = 1  # how many of the fully connected layers are the head; "all" becomes their number
+    shape: tuple[int, ...]  # images: channels, height, width; texts: length, vocabulary size
+    head_layers: int | str = 1  # number of fully connected layers in the head; "all" becomes their number
     settings: tuple[tuple[str, Any], ...] = ()  # of the family; defaults are filled in
-    features: int | None = None  # bring the body's features to so many; None: as the family makes them
-    adapter: str = "pool"  # how: pool (means of neighbours, no parameters) or linear (a layer)
+    features: int | None = None  # width of the features from body to head; None: the family's own
+    adapter: str = "pool"  # how to get that width: pool (means of neighbours, no parameters) or linear (a layer)
 
     def __post_init__(self) -> None:
         kind = MODELS[self.name]
@@ -183,7 +182,7 @@ class Arch:
             layers = sum(isinstance(block, nn.Linear) for _, block in self._uncut())
             object.__setattr__(self, "head_layers", layers)
         adapters.check(self.features, self.adapter)
-        if self.features in (None, self._body_width()):  # nothing to adapt: equal to an Arch that never asked
+        if self.features in (None, self._body_width()):  # nothing to adapt: equal to an Arch without features
             object.__setattr__(self, "features", None)
             object.__setattr__(self, "adapter", "pool")
 
@@ -191,46 +190,46 @@ class Arch:
         given = "texts" if len(self.shape) == 2 else "images"
         if kind.takes != given:
             fit = ", ".join(name for name, family in MODELS.items() if family.takes == given)
-            raise ConfigError(f"{self.name} takes {kind.takes}, and these data are {given}; models for {given}: {fit}.")
-        least = kind.smallest
-        if given == "images" and min(self.shape[1:]) < least:
+            raise ConfigError(f"{self.name} takes {kind.takes}, but the data are {given}; models for {given}: {fit}.")
+        smallest = kind.smallest
+        if given == "images" and min(self.shape[1:]) < smallest:
             height, width = self.shape[1:]
             raise ConfigError(
-                f"{self.name} needs images of {least} x {least} pixels or more, and these are {height} x {width}; "
-                f"set data.image_size to {least} or more (in explain, --image-size), or choose another model."
+                f"{self.name} needs images of {smallest} x {smallest} pixels or more, and these are {height} x "
+                f"{width}; set data.image_size to {smallest} or more (in explain, --image-size), or choose another "
+                "model."
             )
 
     def model(self, seed: int) -> Model:
-        """Body and head with their first weights, on the CPU."""
-        if self.parameters > MOST_KEPT:
-            return self._drawn(seed)
-        return copy.deepcopy(
-            _first(self, seed, torch.get_default_dtype())
-        )  # every client begins with them: drawn once, then copied
+        """Body and head with initial weights, on the CPU."""
+        if self.parameters > MAX_CACHED:
+            return self._initialised(seed)
+        # All clients start from these weights, so they are drawn once and then copied.
+        return copy.deepcopy(_initial_model(self, seed, torch.get_default_dtype()))
 
-    def _drawn(self, seed: int) -> Model:
+    def _initialised(self, seed: int) -> Model:
         blocks, cut = self._blocks()
         for name, block in blocks:
             initialise(_allocate(name, block), seed, name)
         return _model(blocks, cut)
 
     def hollow(self) -> Model:
-        """Body and head without storage, on the meta device: for names, shapes and numbers of parameters."""
+        """Body and head on the meta device, without storage: for names, shapes and numbers of parameters."""
         return _model(*self._blocks())
 
     @cached_property
     def width(self) -> int:
-        """How many features go from body to head."""
+        """The number of features from body to head."""
         return self.features or self._body_width()
 
     @cached_property
     def parameters(self) -> int:
-        """How many parameters body and head have."""
+        """The number of parameters of body and head."""
         return sum(parameter.numel() for parameter in self.hollow().parameters())
 
     @property
     def label(self) -> str:
-        """The name, with what differs from the defaults.
+        """The name, with all settings that differ from the defaults.
 
         >>> Arch("resnet18", classes=10, shape=(3, 32, 32), settings=(("width", 16),), features=64).label
         'resnet18 (width 16, features 64)'
@@ -250,17 +249,17 @@ class Arch:
         return f"{self.label}, {self.parameters:,} parameters"
 
     def _uncut(self) -> list[Block]:
-        """The family's network without storage: weights are drawn once, by key, and not first by the constructors."""
+        """The family's network on the meta device: `initialise` draws the weights, so the constructors need not."""
         with torch.device("meta"):
             return MODELS[self.name](**dict(self.settings)).blocks(self.classes, self.shape)
 
     def _body_width(self) -> int:
-        """How many features the body makes before they are adapted."""
+        """The number of features of the body before the adapter."""
         blocks = self._uncut()
         return _linear(blocks[self._cut(blocks)][1]).in_features
 
     def _blocks(self) -> tuple[list[Block], int]:
-        """The whole network without storage, and which block is the head's first."""
+        """The whole network on the meta device, and the index of the head's first block."""
         blocks = self._uncut()
         cut = self._cut(blocks)
         if self.features is None:
@@ -270,8 +269,8 @@ class Arch:
         return [*blocks[:cut], ("adapter", between), *blocks[cut:]], cut + 1
 
     def _cut(self, blocks: list[Block]) -> int:
-        """Which block is the head's first."""
-        linears = [place for place, (_, block) in enumerate(blocks) if isinstance(block, nn.Linear)]
+        """The index of the head's first block."""
+        linears = [i for i, (_, block) in enumerate(blocks) if isinstance(block, nn.Linear)]
         wanted = self.head_layers
         if not isinstance(wanted, int) or isinstance(wanted, bool) or not 1 <= wanted <= len(linears):
             has = "1 fully connected layer" if len(linears) == 1 else f"{len(linears)} fully connected layers"
@@ -283,8 +282,8 @@ class Arch:
 
 
 @lru_cache(maxsize=4)
-def _first(arch: Arch, seed: int, dtype: torch.dtype) -> Model:
-    return arch._drawn(seed)
+def _initial_model(arch: Arch, seed: int, dtype: torch.dtype) -> Model:
+    return arch._initialised(seed)
 
 
 def _linear(block: nn.Module) -> nn.Linear:

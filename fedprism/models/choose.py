@@ -1,6 +1,6 @@
-"""Which client gets which architecture: one for all, a list dealt in turn, or a map by client name.
+"""Assign architectures to clients: one for all, a list in turn, or a mapping by client name.
 
-Where architectures differ, so may the widths of their features; `model.features` says how they are brought together.
+If architectures differ, so may the widths of their features; `model.features` sets the common width.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OWN = ("name", "head_layers", "features", "adapter")  # keys that are not settin
 
 
 def architectures(config: ModelConfig, clients: Sequence[str], classes: int, shape: tuple[int, ...]) -> dict[str, Arch]:
-    """Every client's architecture; `per_client` as a list gives client m its m mod len-th entry."""
+    """Each client's architecture; with `per_client` as a list, client m gets entry m mod its length."""
     if config.per_client is None:
         _check_keys(config.name, config.settings, (*OWN, "per_client"), "model")
         entry = {**config.settings, "name": config.name}
@@ -25,7 +25,7 @@ def architectures(config: ModelConfig, clients: Sequence[str], classes: int, sha
     if config.settings:
         names = ", ".join(sorted(config.settings))
         raise ConfigError(
-            f"model.{names} stands beside model.per_client; write it into the entries, as {{name: …, {names}: …}}."
+            f"model.{names} and model.per_client are both set; write it into the entries, as {{name: …, {names}: …}}."
         )
     dealt = {
         client: _whole(entry, config, f"model.per_client of {client!r}")
@@ -33,12 +33,12 @@ def architectures(config: ModelConfig, clients: Sequence[str], classes: int, sha
     }
     made: dict[str, Arch] = {}
 
-    def arch(entry: Mapping[str, Any]) -> Arch:  # one for all clients that have it: making one takes a while
+    def arch(entry: Mapping[str, Any]) -> Arch:  # cached: making one is slow
         if repr(entry) not in made:
             made[repr(entry)] = _arch(entry, classes, shape)
         return made[repr(entry)]
 
-    fewest = min(arch(entry).width for entry in dealt.values())  # where all widths are equal, this asks for no adapter
+    fewest = min(arch(entry).width for entry in dealt.values())  # equal widths need no adapter
     return {
         client: arch({**entry, "features": fewest} if entry["features"] == "auto" else entry)
         for client, entry in dealt.items()
@@ -46,12 +46,12 @@ def architectures(config: ModelConfig, clients: Sequence[str], classes: int, sha
 
 
 def named_arch(entry: Any, where: str, classes: int, shape: tuple[int, ...]) -> Arch:
-    """The architecture of a name or a mapping by itself, such as the auxiliary model of a method; `where` it stands."""
+    """The architecture of a name or a mapping, such as a method's auxiliary model; errors name its key, `where`."""
     return _arch(_whole(entry, ModelConfig(), where), classes, shape)
 
 
 def _check_keys(model: str, given: Mapping[str, Any], own: Sequence[str], where: str) -> None:
-    """Name the nearest right key: one of `model` itself, or a setting of the named model."""
+    """Refuse unknown keys: a key is one of `model` itself or a setting of the named model."""
     known = [*own, *(f.name for f in dataclasses.fields(MODELS[model]))]
     for key in given:
         if key not in known:
@@ -69,14 +69,14 @@ def _deal(per_client: Any, clients: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"model.per_client names no model for {', '.join(missing)}; every client needs one.")
         return {client: named[client] for client in clients}
     if isinstance(per_client, list | tuple) and per_client:
-        return {client: per_client[place % len(per_client)] for place, client in enumerate(clients)}
+        return {client: per_client[i % len(per_client)] for i, client in enumerate(clients)}
     raise ConfigError(
         f"model.per_client is {per_client!r}; expected a list of models, a map from client names to models, or folder."
     )
 
 
 def _whole(entry: Any, config: ModelConfig, where: str) -> dict[str, Any]:
-    """An entry with every key: what it does not say itself, `model` says for all."""
+    """An entry with every key; keys that it does not set come from `model`."""
     raw = {"name": entry} if isinstance(entry, str) else entry
     if not isinstance(raw, Mapping) or not isinstance(raw.get("name"), str):
         raise ConfigError(

@@ -12,7 +12,7 @@ from fedprism.models.conv import Conv2d
 
 
 def side_after(pixels: int) -> int:
-    """What two unpadded 5x5 convolutions, each with a pooling after it, leave of a side."""
+    """Pixels per side after two unpadded 5x5 convolutions with pooling."""
     return ((pixels - 4) // 2 - 4) // 2
 
 

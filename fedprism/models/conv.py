@@ -1,4 +1,4 @@
-"""The convolution of this project's own networks: PyTorch's, but for how a GPU sums up the gradient of its bias."""
+"""The convolution of this project's networks: PyTorch's, with a faster bias gradient on a GPU."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.overrides import has_torch_function_unary
 
 
 class Conv2d(nn.Conv2d):
-    """`nn.Conv2d`. On a GPU its bias's gradient is summed over pixels first and over images then.
+    """`nn.Conv2d` whose bias gradient on a GPU is summed over pixels first, then over images.
 
-    PyTorch sums over all of them at once, which with few channels leaves most of the GPU idle: that was an eighth of
-    the time of a step of `cnn4` with 64 images.
+    PyTorch sums over both at once, which with few channels leaves most of the GPU idle: that took an eighth of a step
+    of `cnn4` with 64 images.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        # Who watches over functions, as one that compiles does, is to see an ordinary convolution.
+        # A torch-function mode, such as a compiler's, must see an ordinary convolution.
         plain = self.bias is None or self.padding_mode != "zeros" or x.ndim != 4
         if plain or not x.is_cuda or not torch.is_grad_enabled() or has_torch_function_unary(x):
             return super().forward(x)
@@ -29,7 +29,7 @@ class Conv2d(nn.Conv2d):
 
 
 class Biased(torch.autograd.Function):
-    """A bias added to maps, in place."""
+    """Add a bias to maps, in place."""
 
     @staticmethod
     def forward(ctx: Any, maps: Tensor, bias: Tensor) -> Tensor:
@@ -42,5 +42,5 @@ class Biased(torch.autograd.Function):
         (grad,) = grads
         if not ctx.needs_input_grad[1]:
             return grad, None
-        exact = torch.promote_types(grad.dtype, torch.float32)  # not rounded to bfloat16 between the two sums
+        exact = torch.promote_types(grad.dtype, torch.float32)  # no rounding to bfloat16 between the two sums
         return grad, grad.sum((2, 3), dtype=exact).sum(0).to(grad.dtype)

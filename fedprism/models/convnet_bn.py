@@ -1,4 +1,4 @@
-"""Fed-CO2's small CNN for label skew on CIFAR: no padding, and batch norm that can be left out."""
+"""Fed-CO2's small CNN for label skew on CIFAR: no padding, optional batch norm."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ConvNetBN(Family):
     description: ClassVar[str] = "Fed-CO2's small CNN for label skew: 2 convolutions, 3 fully connected layers"
     smallest: ClassVar[int] = 16
 
-    bn: bool = setting(True, "batch norm after every layer but the last; Fed-CO2's baselines but FedBN have none")
+    bn: bool = setting(True, "batch norm after every layer but the last; Fed-CO2's baselines except FedBN have none")
 
     def blocks(self, classes: int, shape: tuple[int, ...]) -> list[Block]:
         channels, height, width = shape

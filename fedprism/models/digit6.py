@@ -14,7 +14,7 @@ from fedprism.models.conv import Conv2d
 @MODELS.register("digit6")
 @dataclass(frozen=True)
 class Digit6(Family):
-    """Three 5x5 convolutions, of which the last is not pooled, and three fully connected layers."""
+    """Three 5x5 convolutions, the last without pooling, and three fully connected layers."""
 
     description: ClassVar[str] = "FedBN's digit network: 3 convolutions, 3 fully connected layers, batch norm"
     smallest: ClassVar[int] = 4  # two poolings

@@ -1,4 +1,4 @@
-"""fastText for classification (Joulin et al. 2017) as FedCP has it: the mean of word vectors, two linear layers."""
+"""fastText for classification (Joulin et al. 2017) as in FedCP: the mean of word vectors, two linear layers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from fedprism.models.base import MODELS, Block, Family
 
 
 class Words(nn.Embedding):
-    """A vector a word, and zeros for padding, which is word 0, whatever became of its row.
+    """One vector per word, and always zeros for padding, which is word 0.
 
-    Its row starts at zero and has no gradient of its own, but a method may pull at all weights, as FedSCE does.
+    The row of padding starts at zero and has no gradient, but a method such as FedSCE may change all weights.
     """
 
     def __init__(self, words: int, width: int) -> None:
@@ -25,7 +25,7 @@ class Words(nn.Embedding):
 
 
 class Mean(nn.Module):
-    """Over all positions, padding too: `[batch, length, width]` to `[batch, width]`; a short text has a small mean."""
+    """The mean over all positions, padding included: `[batch, length, width]` to `[batch, width]`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mean(1)
@@ -34,12 +34,12 @@ class Mean(nn.Module):
 @MODELS.register("fasttext")
 @dataclass(frozen=True)
 class FastText(Family):
-    """A vector a word, their mean, and two layers with nothing between them."""
+    """One vector per word, their mean, and two linear layers without activation."""
 
-    description: ClassVar[str] = "fastText for texts, as FedCP has it: the mean of word vectors, 2 linear layers"
+    description: ClassVar[str] = "fastText for texts, as in FedCP: the mean of word vectors, 2 linear layers"
     takes: ClassVar[str] = "texts"
 
-    embedding: int = setting(32, "numbers in a word's vector", positive, "1 or more")
+    embedding: int = setting(32, "length of a word's vector", positive, "1 or more")
     hidden: int = setting(32, "outputs of the first fully connected layer, the features", positive, "1 or more")
 
     def blocks(self, classes: int, shape: tuple[int, ...]) -> list[Block]:

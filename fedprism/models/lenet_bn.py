@@ -1,4 +1,4 @@
-"""A small LeNet with batch norm: learns small images in seconds on a CPU and has norm layers in body and head."""
+"""A small LeNet with batch norm: it trains on small images in seconds on a CPU, with norm layers in body and head."""
 
 from __future__ import annotations
 

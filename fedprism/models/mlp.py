@@ -1,4 +1,4 @@
-"""A plain multi-layer perceptron: the smallest network that every method can train."""
+"""A multi-layer perceptron: the smallest network that every method can train."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Any classification model of torchvision or timm, untrained: `torchvision:efficientnet_b0`, `timm:convnext_tiny`.
 
-The fully connected layer that gives the class scores becomes the head, and all before it the body. First weights of the
-body are the library's own, all drawn under one key; those of the head are PyTorch's. Dropout and stochastic depth are
-off, since they draw from the global generator: the same seed would not give the same bits, least of all after a resume.
-Attention and adaptive pooling are plain products, whose gradients are repeatable on a GPU.
+The fully connected layer that outputs the class scores becomes the head, all before it the body. The library
+initialises the body, under one key; the head has PyTorch's initialisation. Dropout and stochastic depth are off, since
+they draw from the global generator: results would not be reproducible, least of all after a resume. Attention and
+adaptive pooling are matrix products, whose gradients are deterministic on a GPU.
 """
 
 from __future__ import annotations
@@ -26,19 +26,24 @@ from fedprism.errors import ConfigError
 from fedprism.models.adapter import Pool2d
 from fedprism.models.base import MODELS, Block, Family, Whole
 
-# What a library raises at a network that cannot be made, or cannot take these images.
+# Exceptions of a library for a network that cannot be made, or cannot take these images.
 REFUSALS = (AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
-RATES = ("drop_prob", "drop_rate", "dropout", "attention_dropout")  # attributes; modules are treated by their types
+RATES = (
+    "drop_prob",
+    "drop_rate",
+    "dropout",
+    "attention_dropout",
+)  # attributes; dropout modules are found by their types
 
 
 # --- from a network to a body and a head -----------------------------------------------------------------------------
 
 
 def classifier_of(model: nn.Module, classes: int) -> nn.Linear:
-    """The layer that gives the class scores: what `get_classifier` says, else the last fully connected one."""
-    ask: Callable[[], object] | None = getattr(model, "get_classifier", None)
-    linears = [part for part in model.modules() if isinstance(part, nn.Linear)]
-    found: object = ask() if ask is not None else (linears[-1] if linears else None)
+    """The layer that outputs the class scores: that of `get_classifier`, else the last fully connected one."""
+    getter: Callable[[], object] | None = getattr(model, "get_classifier", None)
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    found: object = getter() if getter is not None else (linears[-1] if linears else None)
     if isinstance(found, nn.Linear) and found.out_features == classes:
         return found
     given = "no fully connected layer" if found is None else "more than one layer"
@@ -48,21 +53,21 @@ def classifier_of(model: nn.Module, classes: int) -> nn.Linear:
 
 
 def split(model: nn.Module, classes: int) -> tuple[nn.Module, nn.Linear]:
-    """Take the classifier out of a network, which is changed: a body and a head.
+    """Split a network, which is changed, into a body and its classifier, the head.
 
     >>> body, head = split(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), classes=3)
     >>> body(torch.zeros(1, 4)).shape, head.out_features
     (torch.Size([1, 8]), 3)
     """
     head = classifier_of(model, classes)
-    for name, part in list(model.named_modules(remove_duplicate=False)):
-        if part is head:
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if module is head:
             _put(model, name, nn.Identity())
     return model, head
 
 
 def ends_in(model: nn.Module, layer: nn.Linear, x: Tensor) -> bool:
-    """Are the scores of these inputs what this layer makes of one vector each, and nothing else?"""
+    """Whether the model's scores are exactly this layer's output for one vector per input."""
     seen: list[tuple[Tensor, Tensor]] = []
     hook = layer.register_forward_hook(lambda _, given, made: seen.append((given[0], made)))
     scores = model(x)
@@ -71,27 +76,27 @@ def ends_in(model: nn.Module, layer: nn.Linear, x: Tensor) -> bool:
 
 
 def repeatable(model: nn.Module) -> None:
-    """Switch off what draws at random, and replace the pooling whose gradient is not repeatable on a GPU."""
-    for name, part in list(model.named_modules(remove_duplicate=False)):
-        if isinstance(part, _DropoutNd) or type(part).__name__ == "StochasticDepth":
-            part.p = 0.0
+    """Turn off dropout and stochastic depth, and replace the pooling whose gradient is not deterministic on a GPU."""
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if isinstance(module, _DropoutNd) or type(module).__name__ == "StochasticDepth":
+            module.p = 0.0
         for rate in RATES:
-            if isinstance(getattr(part, rate, None), float):
-                setattr(part, rate, 0.0)
-        if isinstance(part, nn.AdaptiveAvgPool2d):
-            size = part.output_size
+            if isinstance(getattr(module, rate, None), float):
+                setattr(module, rate, 0.0)
+        if isinstance(module, nn.AdaptiveAvgPool2d):
+            size = module.output_size
             height, width = size if isinstance(size, tuple) else (size, size)
             if height is not None and width is not None and (height, width) != (1, 1):
                 _put(model, name, Pool2d(height, width))
 
 
-def _put(model: nn.Module, name: str, part: nn.Module) -> None:
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, part)
+    setattr(model.get_submodule(parent), child, module)
 
 
-class Net(Whole):
-    """A body whose first weights are its library's own: whatever the library draws, under one key."""
+class LibraryBody(Whole):
+    """A body that its library initialises, under one key."""
 
     def __init__(self, net: nn.Module, make: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -102,7 +107,7 @@ class Net(Whole):
         self.net = self.make()
 
     def forward(self, x: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.MATH):  # the fast ones have gradients that are not repeatable
+        with sdpa_kernel(SDPBackend.MATH):  # the fast kernels have gradients that are not deterministic
             return self.net(x)  # type: ignore[no-any-return]
 
 
@@ -113,10 +118,10 @@ def _library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        wrong = f"{error.name} is not installed"
+        problem = f"{error.name} is not installed"
     except (ImportError, OSError, RuntimeError, AttributeError) as error:  # built for another version of PyTorch
-        wrong = f"it cannot be imported: {error}"
-    raise ConfigError(f'models of {name} need {name}, and {wrong}. `pip install "fedprism[vision]"` brings it.')
+        problem = f"it cannot be imported: {error}"
+    raise ConfigError(f'models of {name} need {name}, and {problem}. `pip install "fedprism[vision]"` brings it.')
 
 
 def _known(library: str, name: str, names: Sequence[str]) -> None:
@@ -127,7 +132,7 @@ def _known(library: str, name: str, names: Sequence[str]) -> None:
 
 
 def _built(build: Callable[..., nn.Module], tries: Sequence[Mapping[str, Any]]) -> nn.Module:
-    """With the first of these arguments that the model takes: which of them tells it the images' size differs."""
+    """Build with the first of these arguments that the model takes: the name of the image size differs."""
     for arguments in tries[:-1]:
         try:
             return build(**arguments)
@@ -141,7 +146,7 @@ def _torchvision(name: str, classes: int, shape: tuple[int, ...]) -> nn.Module:
     _known("torchvision", name, models.list_models(module=models))
     channels, height, width = shape
     if channels != 3:
-        raise ConfigError(f"torchvision's models take 3 channels, and these images have {channels}; take one of timm.")
+        raise ConfigError(f"torchvision's models take 3 channels, but these images have {channels}; use a timm model.")
     single = {"aux_logits": False, "init_weights": True} if name in ("googlenet", "inception_v3") else {}
     build = partial(models.get_model, name, weights=None, num_classes=classes, **single)
     return _built(build, ({"image_size": height}, {"input_size": (height, width)}, {}))
@@ -170,23 +175,23 @@ def _body(library: str, name: str, classes: int, shape: tuple[int, ...]) -> nn.M
 
 
 @lru_cache(maxsize=64)
-def _place(library: str, name: str, classes: int, shape: tuple[int, ...]) -> str:
-    """Where the network can be made and tried: without storage, or on the CPU alone. Refuses what does not work."""
+def _device(library: str, name: str, classes: int, shape: tuple[int, ...]) -> str:
+    """The device on which the network can be made and run: meta, or else the CPU. Refuses unusable networks."""
     tried: Exception | None = None
-    for place in ("meta", "cpu"):
-        with keys.keyed("outside"), torch.device(place), torch.no_grad():
+    for device in ("meta", "cpu"):
+        with keys.keyed("outside"), torch.device(device), torch.no_grad():
             try:
                 model = _network(library, name, classes, shape)
                 head = classifier_of(model, classes)
                 whole = ends_in(model, head, torch.zeros(2, *shape))
             except ConfigError as error:
-                raise ConfigError(f"{library}:{name} cannot be taken: {error}") from None
+                raise ConfigError(f"{library}:{name} cannot be used: {error}") from None
             except REFUSALS as error:
                 tried = error
                 continue
         if whole:
-            return place
-        raise ConfigError(f"{library}:{name} cannot be taken: its scores are more than what its classifier makes.")
+            return device
+        raise ConfigError(f"{library}:{name} cannot be used: its scores are not its classifier's output.")
     raise ConfigError(
         f"{library}:{name} cannot take images of {' x '.join(map(str, shape))}: {tried}. Set data.image_size to what "
         "it takes, or choose another model."
@@ -200,7 +205,7 @@ class Outside(Family):
     library: ClassVar[str]
     model: ClassVar[str] = "NAME"
 
-    pretrained: Literal[False] = setting(False, "trained weights come with a later version; until then they are drawn")
+    pretrained: Literal[False] = setting(False, "must be false: pretrained weights are not supported yet")
 
     @classmethod
     def of(cls, model: str) -> type[Family]:
@@ -208,9 +213,9 @@ class Outside(Family):
 
     def blocks(self, classes: int, shape: tuple[int, ...]) -> list[Block]:
         what = (self.library, self.model, classes, tuple(shape))
-        with keys.keyed("outside"), torch.device(_place(*what)):
+        with keys.keyed("outside"), torch.device(_device(*what)):
             body, head = split(_network(*what), classes)
-        return [(self.library, Net(body.to("meta"), partial(_body, *what))), ("fc", head.to("meta"))]
+        return [(self.library, LibraryBody(body.to("meta"), partial(_body, *what))), ("fc", head.to("meta"))]
 
 
 @MODELS.register("torchvision:NAME")

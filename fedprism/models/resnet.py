@@ -13,7 +13,7 @@ from fedprism.models.base import MODELS, Block, Family
 
 
 class Conv(nn.Conv2d):
-    """A convolution without bias whose first weights are He's, by fan-out."""
+    """A convolution without bias, with He initialisation by fan-out."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1) -> None:
         super().__init__(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
@@ -22,15 +22,15 @@ class Conv(nn.Conv2d):
         nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
 
 
-def _around(inputs: int, outputs: int, stride: int) -> nn.Module:
-    """The way around a block: nothing, or a 1x1 convolution where the shape changes."""
+def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
+    """The shortcut of a block: the identity, or a 1x1 convolution if the shape changes."""
     if stride == 1 and inputs == outputs:
         return nn.Identity()
     return nn.Sequential(Conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a way around them."""
+    """Two 3x3 convolutions with a shortcut."""
 
     widens: ClassVar[int] = 1
 
@@ -40,7 +40,7 @@ class BasicBlock(nn.Module):
         self.bn1 = nn.BatchNorm2d(width)
         self.conv2 = Conv(width, width, 3)
         self.bn2 = nn.BatchNorm2d(width)
-        self.downsample = _around(inputs, width, stride)
+        self.downsample = _shortcut(inputs, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         inner = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
@@ -48,7 +48,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions and a way around them; the stride is in the 3x3, the last gives four times more."""
+    """1x1, 3x3 and 1x1 convolutions with a shortcut; the stride is in the 3x3, the last has four times more outputs."""
 
     widens: ClassVar[int] = 4
 
@@ -60,7 +60,7 @@ class Bottleneck(nn.Module):
         self.bn2 = nn.BatchNorm2d(width)
         self.conv3 = Conv(width, 4 * width, 1)
         self.bn3 = nn.BatchNorm2d(4 * width)
-        self.downsample = _around(inputs, 4 * width, stride)
+        self.downsample = _shortcut(inputs, 4 * width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         inner = torch.relu(self.bn1(self.conv1(x)))
@@ -113,7 +113,7 @@ class ResNet(Family):
 @MODELS.register("resnet18")
 @dataclass(frozen=True)
 class ResNet18(ResNet):
-    """Two basic blocks a stage."""
+    """Two basic blocks per stage."""
 
     description: ClassVar[str] = (
         "ResNet-18 as in torchvision (7x7 stem), untrained; `width` channels in its first stage"
@@ -137,6 +137,8 @@ class ResNet34(ResNet):
 class ResNet50(ResNet):
     """Three, four, six and three bottlenecks."""
 
-    description: ClassVar[str] = "ResNet-50 as in torchvision (7x7 stem), untrained; its blocks give four times `width`"
+    description: ClassVar[str] = (
+        "ResNet-50 as in torchvision (7x7 stem), untrained; its blocks output four times `width`"
+    )
     block: ClassVar[type[BasicBlock] | type[Bottleneck]] = Bottleneck
     depths: ClassVar[tuple[int, int, int, int]] = (3, 4, 6, 3)

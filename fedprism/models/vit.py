@@ -1,6 +1,6 @@
 """Vision transformers in torchvision's structure (Dosovitskiy et al. 2021), untrained, for images of any size.
 
-Attention is written out, so that the same seed gives the same bits on a GPU and double precision works.
+Attention is written out, so that results are reproducible bit for bit on a GPU and double precision works.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EPS = 1e-6  # of the layer norms
 
 
 class Patches(nn.Conv2d):
-    """Images `[batch, channels, height, width]` to one vector a patch, `[batch, patches, outputs]`."""
+    """Images `[batch, channels, height, width]` to one vector per patch, `[batch, patches, outputs]`."""
 
     def __init__(self, channels: int, outputs: int, patch: int) -> None:
         super().__init__(channels, outputs, patch, stride=patch)
@@ -37,7 +37,7 @@ class Patches(nn.Conv2d):
 
 
 class Tokens(nn.Module):
-    """The class token before all patches, and to each of them its place."""
+    """Prepend the class token and add the position embeddings."""
 
     def __init__(self, width: int, patches: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Tokens(nn.Module):
 
 
 class Into(nn.Linear):
-    """To queries, keys and values in one product."""
+    """The projection to queries, keys and values."""
 
     def reset_parameters(self) -> None:
         nn.init.xavier_uniform_(self.weight)
@@ -61,7 +61,7 @@ class Into(nn.Linear):
 
 
 class Out(nn.Linear):
-    """PyTorch's first weights, but no bias at first."""
+    """The output projection: PyTorch's initialisation, but zero bias."""
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -69,7 +69,7 @@ class Out(nn.Linear):
 
 
 class Inner(nn.Linear):
-    """A layer of a block's perceptron."""
+    """A layer of a block's MLP."""
 
     def reset_parameters(self) -> None:
         nn.init.xavier_uniform_(self.weight)
@@ -77,7 +77,7 @@ class Inner(nn.Linear):
 
 
 class Attention(nn.Module):
-    """Every token looks at all tokens, `heads` times."""
+    """Multi-head self-attention."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Attention(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    """Attention and a perceptron, each behind a layer norm and with a way around."""
+    """Attention and an MLP, each after a layer norm and with a shortcut."""
 
     def __init__(self, width: int, heads: int, inner: int) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class EncoderBlock(nn.Module):
 
 
 class First(nn.Module):
-    """The class token alone: `[batch, tokens, width]` to `[batch, width]`."""
+    """Select the class token: `[batch, tokens, width]` to `[batch, width]`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x[:, 0]
@@ -118,11 +118,11 @@ class First(nn.Module):
 class ViT(Family):
     """Patches as tokens, blocks of attention, and one fully connected layer on the class token."""
 
-    patch: int = setting(16, "pixels a side of a patch", positive, "1 or more")
+    patch: int = setting(16, "side of a patch, in pixels", positive, "1 or more")
     width: int = setting(768, "features of a token", positive, "1 or more")
     depth: int = setting(12, "blocks", positive, "1 or more")
-    heads: int = setting(12, "attention heads of a block; they divide width", positive, "1 or more")
-    mlp: int = setting(4, "inner width of a block's perceptron, in widths", positive, "1 or more")
+    heads: int = setting(12, "attention heads of a block; must divide width", positive, "1 or more")
+    mlp: int = setting(4, "inner width of a block's MLP, as a multiple of width", positive, "1 or more")
 
     def blocks(self, classes: int, shape: tuple[int, ...]) -> list[Block]:
         if self.width % self.heads:
@@ -146,7 +146,7 @@ class ViT(Family):
 @MODELS.register("vit-b-16")
 @dataclass(frozen=True)
 class ViTB16(ViT):
-    """The base size on patches of 16 x 16."""
+    """The base size with patches of 16 x 16."""
 
     description: ClassVar[str] = "ViT-B/16 as in torchvision, untrained: patches of 16 x 16, 12 blocks; 86 M parameters"
 
@@ -154,11 +154,11 @@ class ViTB16(ViT):
 @MODELS.register("vit-b-32")
 @dataclass(frozen=True)
 class ViTB32(ViT):
-    """The base size on patches of 32 x 32."""
+    """The base size with patches of 32 x 32."""
 
     description: ClassVar[str] = "ViT-B/32 as in torchvision, untrained: patches of 32 x 32, 12 blocks; 88 M parameters"
 
-    patch: int = setting(32, "pixels a side of a patch", positive, "1 or more")
+    patch: int = setting(32, "side of a patch, in pixels", positive, "1 or more")
 
 
 @MODELS.register("vit-tiny")
@@ -168,7 +168,7 @@ class ViTTiny(ViT):
 
     description: ClassVar[str] = "a vision transformer for small images: patches of 8 x 8, 2 blocks; 0.1 M parameters"
 
-    patch: int = setting(8, "pixels a side of a patch", positive, "1 or more")
+    patch: int = setting(8, "side of a patch, in pixels", positive, "1 or more")
     width: int = setting(64, "features of a token", positive, "1 or more")
     depth: int = setting(2, "blocks", positive, "1 or more")
-    heads: int = setting(4, "attention heads of a block; they divide width", positive, "1 or more")
+    heads: int = setting(4, "attention heads of a block; must divide width", positive, "1 or more")

@@ -1,12 +1,12 @@
-"""Checkpoints: a manifest with checksums of immutable files, one a client and one for the server.
+"""Checkpoints: a manifest with checksums of immutable files, one per client and one for the server.
 
-    checkpoints/manifest-000005.json       names the files of round 5 and holds a checksum of itself
+    checkpoints/manifest-000005.json       names the files of round 5 and has a checksum of itself
     checkpoints/files/<sha256>.safetensors named by content, so a file is never changed and equal states share one
 
-Order makes it safe to be killed at any moment: files first, then the manifest, then the deletion of manifests that
-are not kept, then of files that no manifest names. A state that did not change (the same objects as last time) is named
-again without being serialised or written. A state that lies on disk already (`clients.state: disk`) is not read: its
-file gets a second name here.
+The order of writing makes it safe to be killed at any moment: first files, then the manifest, then the deletion of old
+manifests, then the deletion of files that no manifest names. A state that did not change (the same objects as last
+time) is named again without being serialised or written. A state that is already on disk (`clients.state: disk`) is not
+read: its file gets a second name here.
 """
 
 from __future__ import annotations
@@ -22,22 +22,20 @@ from functools import cached_property
 from pathlib import Path
 
 from fedprism import atomic
-from fedprism.engines.events import Snapshot, State
-from fedprism.engines.keeping import File, Files
-from fedprism.engines.wire import deserialise, serialise
 from fedprism.errors import RecordError
+from fedprism.methods.base import State
+from fedprism.records.runfile import RecordWarning
+from fedprism.round.events import Snapshot
+from fedprism.store.clients import File, Files
+from fedprism.store.serialize import deserialize, serialize
 
-FORMAT = 2  # 1: what is a checksum here was a mapping with more, and the manifest's own was that of sorted keys
+FORMAT = 2
 _SHA256 = re.compile("[0-9a-f]{64}")
 _SERVER = ""  # the server's key beside the clients' names, none of which is empty
 
 
-class RecordWarning(UserWarning):
-    """Something in a run directory was damaged or differs, and the run goes on without it."""
-
-
 class Damaged(Exception):
-    """A manifest or a file of it is missing or is not what was written; the message names it."""
+    """A manifest or one of its files is missing or is not what was written; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class Manifest:
 
 
 def _same(state: State | None, known: State) -> bool:
-    """Is this the same state? Told by identity: states are never changed in place, and comparing content is slow."""
+    """Whether this is the same state. Identity decides: states are never changed in place, and content is large."""
     if state is None or state is known:
         return state is known
     return list(state) == list(known) and all(state[name] is tensor for name, tensor in known.items())
@@ -64,7 +62,7 @@ def _same(state: State | None, known: State) -> bool:
 
 
 def _manifest_text(manifest: Manifest) -> bytes:
-    """Compact: there may be ten thousand clients, and this is written at every checkpoint."""
+    """Compact JSON: there may be ten thousand clients, and every checkpoint writes it."""
     body = {
         "format": FORMAT,
         "round": manifest.round,
@@ -84,14 +82,13 @@ def _read_manifest(path: Path) -> Manifest:
     try:
         body = json.loads(data)
         checksum = body.pop("checksum")
-        if checksum != _checksum(json.dumps(body, sort_keys=body["format"] == 1)):
+        if checksum != _checksum(json.dumps(body)):
             raise Damaged(f"{path} does not match its checksum")
-        held = {"": body["server"], **body["clients"]}
-        if body["format"] == 1:
-            held = {name: raw and raw["sha256"] for name, raw in held.items()}
-        if not all(each is None or _SHA256.fullmatch(each) for each in held.values()):  # they become names of files
-            raise Damaged(f"{path} is not a manifest")
-        return Manifest(int(body["round"]), str(held.pop("")), held)
+        files = {_SERVER: body["server"], **body["clients"]}
+        # Checksums become names of files.
+        if body["format"] != FORMAT or not all(each is None or _SHA256.fullmatch(each) for each in files.values()):
+            raise Damaged(f"{path} is not a manifest of format {FORMAT}")
+        return Manifest(int(body["round"]), str(files.pop(_SERVER)), files)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise Damaged(f"{path} is not a manifest") from None
 
@@ -114,7 +111,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 class Checkpoints:
-    """The checkpoints of one run directory. `mapped`: clients' states are not read before they are asked for."""
+    """The checkpoints of one run directory. With `mapped`, a client's state is read when it is first used."""
 
     def __init__(self, folder: Path, mapped: bool = False) -> None:
         self.folder = folder
@@ -122,17 +119,17 @@ class Checkpoints:
         self._mapped = mapped
         self._sound: set[str] = set()  # checksums that this process has written or verified
         self._named: dict[str, tuple[State, str]] = {}  # states in memory whose file is known
-        self._manifests: dict[int, tuple[object, Manifest]] = {}  # read or written, with what the file was like then
-        self._swept = False  # has this process looked for files that no manifest names?
+        self._manifests: dict[int, tuple[object, Manifest]] = {}  # read or written, with the signature of the file then
+        self._swept = False  # whether this process has looked for files that no manifest names
 
     def rounds(self) -> list[int]:
-        """The rounds that have a manifest, in order; whether they are sound shows when they are loaded."""
+        """The rounds that have a manifest, in order. Damage shows when they are loaded."""
         names = [path.stem.removeprefix("manifest-") for path in self.folder.glob("manifest-*.json")]
         return sorted(int(name) for name in names if name.isdecimal())
 
     def save(self, snapshot: Snapshot, keep: Collection[int]) -> None:
         """Write a checkpoint, then `prune`."""
-        self.files.mkdir(exist_ok=True)  # without parents: a run directory that was deleted must not come back half
+        self.files.mkdir(exist_ok=True)  # without parents: a deleted run directory must not come back in part
         server = self._store(_SERVER, snapshot.server)
         if isinstance(snapshot.clients, Files):
             clients = {n: None if file is None else self._adopt(file) for n, file in snapshot.clients.files.items()}
@@ -141,7 +138,7 @@ class Checkpoints:
         atomic.fsync(self.files)
         manifest, path = Manifest(snapshot.round, server, clients), self.manifest(snapshot.round)
         atomic.write(path, _manifest_text(manifest))
-        self._manifests[snapshot.round] = (_look(path), manifest)
+        self._manifests[snapshot.round] = (_signature(path), manifest)
         self.prune(snapshot.round, keep)
 
     def load(self, round: int) -> Snapshot:
@@ -155,19 +152,19 @@ class Checkpoints:
         return Snapshot(round, server, {n: None if f is None else self._fetch(n, f) for n, f in files})
 
     def newest(self, rounds: Sequence[int], last: int) -> Snapshot | None:
-        """The newest sound checkpoint of `rounds` and at most round `last`; warns of each one that is passed over."""
+        """The newest sound checkpoint of `rounds` up to round `last`, with a warning for each one that is skipped."""
         for round in reversed(rounds):
             try:
                 if round > last:
                     raise Damaged(f"{self.manifest(round)} is ahead of metrics.jsonl, which ends at round {last}")
                 return self.load(round)
             except Damaged as damage:
-                if self.manifest(round).exists():  # else a run that goes on has pruned it meanwhile
+                if self.manifest(round).exists():  # otherwise a run that goes on has pruned it meanwhile
                     warnings.warn(f"{damage}: the checkpoint before it is used.", RecordWarning, stacklevel=2)
         return None
 
     def forget(self, snapshot: Snapshot) -> None:
-        """Let go of states that are no longer current, so that no old state stays in memory."""
+        """Drop states that are no longer current, so that no old state stays in memory."""
         current = {_SERVER: snapshot.server}
         if not isinstance(snapshot.clients, Files):
             current |= {name: state for name, state in snapshot.clients.items() if state is not None}
@@ -184,11 +181,11 @@ class Checkpoints:
         return self.files / f"{checksum}.safetensors"
 
     def _store(self, name: str, state: State) -> str:
-        """Write a state, unless it is known; its checksum."""
+        """Write a state unless its file is known; return its checksum."""
         known = self._named.get(name)
         if known is not None and _same(state, known[0]):
             return known[1]
-        data = serialise(state)
+        data = serialize(state)
         checksum = hashlib.sha256(data).hexdigest()
         path = self._file(checksum)
         # A file of that name from before this process may be damaged: trust its content, not its name.
@@ -199,7 +196,7 @@ class Checkpoints:
         return checksum
 
     def _adopt(self, file: File) -> str:
-        """Give a state that is on disk already a name here, unless it has one."""
+        """Link the file of a state that is already on disk; return its checksum."""
         if file.sha256 not in self._sound:
             atomic.link(file.path, self._file(file.sha256))
             self._sound.add(file.sha256)
@@ -210,13 +207,13 @@ class Checkpoints:
         data = _read(path)
         if hashlib.sha256(data).hexdigest() != checksum:
             raise Damaged(f"{path} does not match its checksum")
-        state = deserialise(data)
+        state = deserialize(data)
         self._sound.add(checksum)
         self._named[name] = (state, checksum)
         return state
 
     def _verified(self, checksum: str) -> File:
-        """A file whose content is right; it is looked at a piece at a time, and not held in memory."""
+        """A file whose content matches its checksum. It is read piece by piece and not kept in memory."""
         path = self._file(checksum)
         with _reading(path), path.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != checksum:
@@ -225,8 +222,8 @@ class Checkpoints:
         return File(path, checksum)
 
     def prune(self, now: int, keep: Collection[int]) -> None:
-        """Delete all but the last two up to round `now`, which is on disk, and those of the rounds in `keep`."""
-        # After a fall-back there may be manifests of later rounds: damaged, and about to be made again.
+        """Delete all checkpoints but the last two up to round `now`, which is on disk, and those in `keep`."""
+        # After a fall-back there may be damaged manifests of later rounds, which are about to be made again.
         rounds = self.rounds()
         sound: dict[int, Manifest] = {}
         for round in rounds:
@@ -243,7 +240,7 @@ class Checkpoints:
         atomic.fsync(self.folder)
         if self._swept and sound.keys() >= set(gone):
             loose = set[str]().union(*(sound[round].files for round in gone))
-        else:  # who was killed, or whose manifest is damaged, may have left more behind
+        else:  # a killed process, or a damaged manifest, may have left more files behind
             loose = {path.stem for path in self.files.glob("*.safetensors")}
         for name in loose.difference(*(sound[round].files for round in kept)):
             self._file(name).unlink(missing_ok=True)
@@ -251,18 +248,18 @@ class Checkpoints:
         self._swept = True
 
     def _manifest(self, round: int) -> Manifest:
-        """A manifest, read again only if its file is another than it was."""
+        """A manifest, read again only if its file has changed."""
         path = self.manifest(round)
-        look, known = _look(path), self._manifests.get(round)
-        if known is None or look is None or known[0] != look:
-            known = self._manifests[round] = (look, _read_manifest(path))
+        signature, known = _signature(path), self._manifests.get(round)
+        if known is None or signature is None or known[0] != signature:
+            known = self._manifests[round] = (signature, _read_manifest(path))
         return known[1]
 
 
-def _look(path: Path) -> tuple[int, int, int] | None:
-    """What tells that a file is the same as before."""
+def _signature(path: Path) -> tuple[int, int, int] | None:
+    """Inode, size and time of a file: while they are the same, so is its content."""
     try:
-        there = path.stat()
+        stat = path.stat()
     except OSError:
         return None
-    return there.st_ino, there.st_size, there.st_mtime_ns
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns

@@ -1,4 +1,4 @@
-"""metrics.jsonl and timings.jsonl: one line a round, only ever appended to.
+"""metrics.jsonl and timings.jsonl: one line per round, only ever appended to.
 
 `metrics.jsonl` holds what must be the same bits after a resume; line n is round n - 1. `timings.jsonl` holds the clock.
 A torn last line (the process was killed while writing it) is ignored by readers and cut off before a line is appended.
@@ -18,8 +18,11 @@ from typing import Any, TypeVar
 
 from fedprism import atomic
 from fedprism.config import MOMENTS, SPLITS
-from fedprism.engines.events import RoundRecord, Score
 from fedprism.errors import RecordError
+from fedprism.round.events import RoundRecord, Score
+
+METRICS = "metrics.jsonl"
+TIMINGS = "timings.jsonl"
 
 T = TypeVar("T")
 
@@ -29,11 +32,11 @@ T = TypeVar("T")
 
 def encode(record: RoundRecord, clients: Sequence[str]) -> bytes:
     """A round as a line of `metrics.jsonl`; the order of its keys does not depend on who finished first."""
-    place = _places(tuple(clients))
+    index = _indices(tuple(clients))
     logs = {client: {n: _finite(v) for n, v in sorted(values.items())} for client, values in record.logs.items()}
     entry = {
         "round": record.round,
-        "cohort": sorted(record.cohort, key=lambda name: place.get(name, len(place))),
+        "cohort": sorted(record.cohort, key=lambda name: index.get(name, len(index))),
         "failed": ordered(record.failed, clients),
         "down": ordered(record.down, clients),
         "up": ordered(record.up, clients),
@@ -50,7 +53,7 @@ def encode(record: RoundRecord, clients: Sequence[str]) -> bytes:
 
 
 def decode(entry: Mapping[str, Any], seconds: Mapping[str, float]) -> RoundRecord:
-    """The inverse of `encode`; counts a class are not in a line, and what was not finite is not a number."""
+    """The inverse of `encode`. A line has no counts per class; a value that was not finite comes back as NaN."""
     return RoundRecord(
         round=entry["round"],
         cohort=tuple(entry["cohort"]),
@@ -69,21 +72,21 @@ def decode(entry: Mapping[str, Any], seconds: Mapping[str, float]) -> RoundRecor
 
 
 def _entry(score: Score) -> list[Any]:
-    """Counts and loss; behind them, only where the method shows something, its paths and what is inside."""
+    """Counts and loss; then, only where the method reports something, its branches and diagnostics."""
     entry = [score.correct, score.total, _finite(score.loss)]
-    shown = [dict(score.paths), {name: _finite(value) for name, value in score.inside.items()}]
-    return [*entry, *shown] if any(shown) else entry
+    details = [dict(score.branches), {name: _finite(value) for name, value in score.diagnostics.items()}]
+    return [*entry, *details] if any(details) else entry
 
 
 def _score(
     correct: int,
     total: int,
     loss: float | None,
-    paths: Mapping[str, int] | None = None,
-    inside: Mapping[str, float | None] | None = None,
+    branches: Mapping[str, int] | None = None,
+    diagnostics: Mapping[str, float | None] | None = None,
 ) -> Score:
-    values = {name: _number(value) for name, value in (inside or {}).items()}
-    return Score(correct, total, _number(loss), paths=paths or {}, inside=values)
+    values = {name: _number(value) for name, value in (diagnostics or {}).items()}
+    return Score(correct, total, _number(loss), branches=branches or {}, diagnostics=values)
 
 
 def encode_seconds(record: RoundRecord) -> bytes:
@@ -94,12 +97,12 @@ def encode_seconds(record: RoundRecord) -> bytes:
 
 def ordered(values: Mapping[str, T], order: Sequence[str]) -> dict[str, T]:
     """`values` in the order given; names that are not in it come last, sorted."""
-    place = _places(tuple(order))
-    return {name: values[name] for name in sorted(values, key=lambda name: (place.get(name, len(place)), name))}
+    index = _indices(tuple(order))
+    return {name: values[name] for name in sorted(values, key=lambda name: (index.get(name, len(index)), name))}
 
 
-@lru_cache(maxsize=8)  # a round asks for it again and again, and there may be ten thousand clients
-def _places(order: tuple[str, ...]) -> dict[str, int]:
+@lru_cache(maxsize=8)  # every round asks for it several times, and there may be ten thousand clients
+def _indices(order: tuple[str, ...]) -> dict[str, int]:
     return {name: i for i, name in enumerate(order)}
 
 
@@ -119,7 +122,7 @@ def _number(value: float | None) -> float:
 
 
 def read_rounds(path: Path) -> list[dict[str, Any]]:
-    """Every round of a `metrics.jsonl`; none where there is no file yet. A torn last line is ignored, and left."""
+    """Every round of a `metrics.jsonl`; none where there is no file yet. A torn last line is ignored."""
     entries, damage = intact(path)
     if damage:
         raise RecordError(damage)
@@ -127,13 +130,13 @@ def read_rounds(path: Path) -> list[dict[str, Any]]:
 
 
 def read_seconds(path: Path) -> dict[int, dict[str, float]]:
-    """Round -> seconds by what they were spent on. Timings are no results: a line that cannot be read is left out."""
+    """Round -> seconds by phase. Timings are no results: a line that cannot be read is skipped."""
     entries = [_parse(line) for line in _bytes(path).splitlines(keepends=True)]
     return {entry["round"]: entry.get("seconds", {}) for entry in entries if entry is not None}
 
 
 def intact(path: Path) -> tuple[list[dict[str, Any]], str]:
-    """The rounds up to the first line that is not what it should be, and what is wrong with that line ("": nothing)."""
+    """The rounds before the first damaged line, and an error message for that line ("": no line is damaged)."""
     lines = _bytes(path).splitlines(keepends=True)
     entries: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
@@ -159,7 +162,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """A whole line, with its end, of some round; None for anything else."""
+    """The record on a complete line; None for anything else."""
     try:
         entry = json.loads(line) if line.endswith(b"\n") else None
     except ValueError:
@@ -168,14 +171,14 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 class Journal:
-    """A file of lines that is appended to; each line reaches the system before the next round begins."""
+    """A file that lines are appended to; each line reaches the operating system before the next round begins."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._descriptor = -1
 
     def open(self, last: int) -> None:
-        """Cut off what is torn, unreadable or after round `last`, in one step, and be ready to append."""
+        """Remove torn and unreadable lines and those after round `last` in one step, then open the file to append."""
         before = _bytes(self.path)
         lines = [(line, _parse(line)) for line in before.splitlines(keepends=True)]
         after = b"".join(line for line, entry in lines if entry is not None and entry["round"] <= last)

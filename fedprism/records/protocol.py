@@ -1,7 +1,7 @@
 """Protocols: which figure is reported, computed from the records alone, so that any of them can be chosen afterwards.
 
 A protocol says at which moment the test counts, at which round or rounds, and over what the mean is taken; and, for a
-model of several parts, whether it is the test of one of them by itself. A client that was not tested in a chosen round
+model of several branches, whether one of them is tested by itself. A client that was not tested in a chosen round
 counts with its latest record before it (see standing.py).
 """
 
@@ -35,7 +35,7 @@ _SHORT = {"last": "last", "best": "best-validation", "best-validation": "best-va
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a run becomes a figure. The default is what `demo`, `compare` and `show` print.
+    """How figures are computed from a run. The default is what `demo`, `compare` and `show` print.
 
     >>> str(Protocol.parse("trained,last5,samples"))
     'trained,mean-last-5,samples'
@@ -91,13 +91,8 @@ class Protocol:
         match = _LAST_K.fullmatch(self.when)
         return int(match[1]) if match and self.when.startswith("mean-last-") else 0
 
-    @property
-    def optimistic(self) -> bool:
-        """Was the round chosen by the very figure that is reported?"""
-        return self.when == "best-test"
-
     def describe(self, outcomes: Iterable[Outcome] = ()) -> str:
-        """The sentence that stands under a table; with outcomes, what had to be done otherwise too."""
+        """The sentence under a table; with outcomes, also every exception that was made."""
         outcomes = list(outcomes)
         at = _AT[self.moment] if self.moment else "at each method's own moment" + _own_moments(outcomes)
         over = {"clients": "mean over clients", "samples": "mean over all test images"}[self.mean]
@@ -137,9 +132,7 @@ class Outcome:
     mean: float
     worst: float
     spread: float  # standard deviation over the clients (of all of them: divided by n)
-    balanced: Mapping[str, float] = field(
-        default_factory=dict
-    )  # client -> balanced accuracy, where counts a class exist
+    balanced: Mapping[str, float] = field(default_factory=dict)  # client -> balanced accuracy, with counts per class
     f1: Mapping[str, float] = field(default_factory=dict)  # client -> macro F1, likewise
     diverged: bool = False
     notes: tuple[str, ...] = ()
@@ -150,7 +143,7 @@ class Outcome:
 
 
 def outcome(run: RunRecord, protocol: Protocol | None = None) -> Outcome:
-    """A run's figures under a protocol; a diverged run's from what is there, flagged."""
+    """A run's figures under a protocol. Those of a diverged run come from its records so far and are flagged."""
     protocol = protocol or Protocol()
     moment = protocol.moment or run.moment
     whole, run = run, of_path(run, protocol)
@@ -161,7 +154,7 @@ def outcome(run: RunRecord, protocol: Protocol | None = None) -> Outcome:
     chosen = _choose(run, protocol, moment, tested, notes)
     standing, seen = Standing(moment, "test"), []
     for record in run.rounds[: chosen[-1] + 1]:
-        standing.see(record)
+        standing.add(record)
         if record.round in chosen:
             seen.append(standing.accuracy())
     accuracy = {n: mean({str(i): s[n] for i, s in enumerate(seen) if n in s}) for n in _order(run, seen[-1])}
@@ -187,9 +180,9 @@ def outcome(run: RunRecord, protocol: Protocol | None = None) -> Outcome:
 
 
 def of_path(run: RunRecord, protocol: Protocol) -> RunRecord:
-    """The run as if the protocol's path were its whole model; counts a class are of the whole alone, so there are none.
+    """The run as if the protocol's path were its whole model; unchanged where the protocol has no path.
 
-    The run as it is where the protocol asks for no path.
+    There are no counts per class of a path.
     """
     if protocol.path is None:
         return run
@@ -200,14 +193,14 @@ def of_path(run: RunRecord, protocol: Protocol) -> RunRecord:
 def paths_of(run: RunRecord, moment: str) -> list[str]:
     """The parts of the model that were tested by themselves at this moment."""
     tests = [record.scores.get(moment, {}).get("test", {}) for record in run.rounds]
-    return list(dict.fromkeys(name for scores in tests for score in scores.values() for name in score.paths))
+    return list(dict.fromkeys(name for scores in tests for score in scores.values() for name in score.branches))
 
 
 def _choose(
     run: RunRecord, protocol: Protocol, moment: str, tested: Sequence[int], notes: list[str]
 ) -> tuple[int, ...]:
     if protocol.last:
-        trained = [round for round in tested if round > 0] or list(tested)  # the first state is no result of training
+        trained = [round for round in tested if round > 0] or list(tested)  # round 0 is before any training
         if len(trained) < protocol.last:
             notes.append(f"{len(trained)} instead of {protocol.last} evaluated rounds")
         return tuple(trained[-protocol.last :])
@@ -216,7 +209,7 @@ def _choose(
     best = Best(moment, protocol.when.removeprefix("best-"), protocol.mean)
     for record in run.rounds:
         if record.scores.get(moment, {}).get("test"):
-            best.see(record)
+            best.add(record)
     if best.round is None:
         notes.append("no validation images, so the last round")
         return (tested[-1],)
@@ -309,7 +302,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Gain:
-    """How much better than training alone; above 0 is better."""
+    """Accuracy above that of training alone."""
 
     clients: Mapping[str, Figure]
     mean: Figure
@@ -325,7 +318,7 @@ def figure(values: Sequence[float]) -> Figure:
 
 
 def summarise(outcomes: Sequence[Outcome]) -> Summary:
-    """One method's outcomes over seeds."""
+    """The summary of one method's outcomes over seeds."""
 
     def over(value: Callable[[Outcome], float]) -> Figure:
         return figure([value(outcome) for outcome in outcomes])

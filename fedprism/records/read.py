@@ -1,15 +1,17 @@
-"""Reading a run directory: no lock, nothing repaired, also while the run goes on."""
+"""Reading a run directory, also while the run goes on. It takes no lock, repairs nothing and needs no PyTorch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fedprism.config import Config
-from fedprism.engines.events import RoundRecord
-from fedprism.records import metrics, recorder, runfile
+from fedprism.records import metrics, runfile
+from fedprism.records.classes import read_classes
+from fedprism.round.events import RoundRecord
 
 
 def read_run(path: str | Path) -> RunRecord:
@@ -17,14 +19,14 @@ def read_run(path: str | Path) -> RunRecord:
     path = Path(path)
     info = runfile.read(path)
     config = runfile.recorded_config(path, info)
-    seconds = metrics.read_seconds(path / recorder.TIMINGS)
-    entries = metrics.read_rounds(path / recorder.METRICS)
+    seconds = metrics.read_seconds(path / metrics.TIMINGS)
+    entries = metrics.read_rounds(path / metrics.METRICS)
     return RunRecord(
         path=path,
         config=config,
         info=info,
         rounds=tuple(metrics.decode(entry, seconds.get(entry["round"], {})) for entry in entries),
-        classes=recorder.read_classes(path),
+        classes=read_classes(path),
     )
 
 
@@ -33,13 +35,32 @@ def run_status(path: str | Path) -> str | None:
     return str(runfile.read(Path(path))["status"]) if runfile.exists(Path(path)) else None
 
 
+def common_folder(paths: Iterable[Path]) -> Path:
+    """The folder that all of these run directories lie in.
+
+    >>> str(common_folder([Path("runs/a/fedavg-0"), Path("runs/b/local-0")]))
+    'runs'
+    """
+    return Path(os.path.commonpath([path.parent for path in paths]))
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture of a run, and the clients that have it."""
+
+    label: str
+    parameters: int
+    features: int  # that the body passes to the head
+    clients: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run directory says, as plain data: tables, figures and protocols come from nothing else."""
+    """A run directory as plain data. Tables, figures and protocols are computed from it alone."""
 
     config: Config
     info: Mapping[str, Any]  # run.json
-    rounds: tuple[RoundRecord, ...]  # round 0, 1, ...; scores without counts a class
+    rounds: tuple[RoundRecord, ...]  # round 0, 1, ...; scores without counts per class
     classes: Mapping[str, Any] = field(default_factory=dict)  # classes.json: best and last -> round, scores
     path: Path | None = None
 
@@ -82,6 +103,24 @@ class RunRecord:
     @property
     def parameters(self) -> dict[str, int]:
         return dict(self.info.get("parameters", {}))
+
+    @property
+    def architectures(self) -> tuple[Architecture, ...]:
+        """The architectures of the clients' models; empty where the run has not begun."""
+        return tuple(
+            Architecture(each["label"], each["parameters"], each["features"], tuple(each["clients"]))
+            for each in self.info.get("architectures", ())
+        )
+
+    @property
+    def shows(self) -> dict[str, str]:
+        """Each value that the method reports of its inside -> its meaning."""
+        return dict(self.info.get("shows", {}))
+
+    @property
+    def decided(self) -> dict[str, str]:
+        """What the method chose by looking at the clients, such as FedSCE's auxiliary model."""
+        return dict(self.info.get("decided", {}))
 
     @property
     def diverged(self) -> bool:

@@ -1,13 +1,12 @@
-"""The callback that writes a run down.
+"""The callback that records a run.
 
-Each round: its line of metrics, then of timings. At a checkpoint: both are forced to disk, then the counts a class,
-then the checkpoint's files and last its manifest. So what a manifest stands for is on disk before it, and what comes
-after the newest manifest can be cut off and computed again to the same bits.
+After each round it appends a line of metrics, then one of timings. At a checkpoint it forces both to disk, then writes
+the counts per class, then the checkpoint's files, and last its manifest. So everything that a manifest stands for is on
+disk before it, and what comes after the newest manifest can be removed and computed again to the same bits.
 """
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,64 +14,31 @@ from pathlib import Path
 from typing import Any
 
 from fedprism import atomic
-from fedprism.config import MOMENTS, SPLITS
-from fedprism.engines.events import Callback, Plan, RoundRecord, Snapshot, Status
 from fedprism.errors import RecordError
-from fedprism.records import metrics, runfile
-from fedprism.records.checkpoint import Checkpoints, RecordWarning
-from fedprism.records.metrics import Journal, ordered
+from fedprism.records import classes, metrics, runfile
+from fedprism.records.checkpoint import Checkpoints
+from fedprism.records.metrics import METRICS, TIMINGS, Journal
+from fedprism.records.runfile import RecordWarning
 from fedprism.records.standing import Best
-
-CLASSES = "classes.json"
-METRICS = "metrics.jsonl"
-TIMINGS = "timings.jsonl"
-
-
-def class_counts(record: RoundRecord, clients: tuple[str, ...]) -> dict[str, Any]:
-    """The counts a class of one round, from which balanced accuracy and F1 come."""
-    return {
-        "round": record.round,
-        "scores": {
-            moment: {
-                split: {
-                    client: {"right": list(s.right), "predicted": list(s.predicted), "actual": list(s.actual)}
-                    for client, s in ordered(scores, clients).items()
-                }
-                for split, scores in ordered(splits, SPLITS).items()
-            }
-            for moment, splits in ordered(record.scores, MOMENTS).items()
-        },
-    }
-
-
-def read_classes(path: Path) -> dict[str, Any]:
-    """`classes.json` of a run directory; empty where there is none yet."""
-    try:
-        classes = json.loads((path / CLASSES).read_bytes())
-        return {which: classes[which] for which in ("best", "last") if classes[which]["scores"] is not None}
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise RecordError(f"{path / CLASSES} cannot be read: {error.strerror}.") from error
-    except (ValueError, KeyError, TypeError):
-        raise RecordError(f"{path / CLASSES} is damaged; delete it to go on without counts a class.") from None
+from fedprism.round.events import Callback, Plan, RoundRecord, Snapshot, Status
 
 
 class Recorder(Callback):
-    """Writes one run into a directory whose lock is held."""
+    """Records one run in a directory that this process has locked. `about` is more that `run.json` keeps of the run."""
 
-    def __init__(self, path: Path, checkpoints: Checkpoints) -> None:
+    def __init__(self, path: Path, checkpoints: Checkpoints, about: Mapping[str, Any]) -> None:
         self.path = path
+        self._about = about
         self._checkpoints = checkpoints
         self._metrics = Journal(path / METRICS)
         self._timings = Journal(path / TIMINGS)
-        self._counts: dict[str, Any] = {}  # best and last
+        self._counts: dict[str, Any] = {}  # counts per class: best and last
         self._unsaved: Snapshot | None = None
         self._safe = -1  # the newest round that has a checkpoint
         self._ready = False
 
     def begin(self, plan: Plan) -> None:
-        """Check that this is the run that was begun, and cut off what is after the checkpoint that it goes on from."""
+        """Check that this is the run that was begun, and remove what comes after its checkpoint."""
         info = runfile.read(self.path)
         runfile.check_config(self.path, runfile.recorded_config(self.path, info), plan.config, "this run")
         runfile.check_facts(self.path, info, plan)
@@ -80,19 +46,18 @@ class Recorder(Callback):
         entries = self._history()
         self._best = Best(plan.moment)
         for entry in entries:
-            self._best.see(metrics.decode(entry, {}))
-        classes = read_classes(self.path)
+            self._best.add(metrics.decode(entry, {}))
+        counted = classes.read_classes(self.path)
         wanted = {"best": {self._best.round}, "last": range(plan.first_round)}
-        self._counts = {which: counts for which, counts in classes.items() if counts["round"] in wanted[which]}
+        self._counts = {which: counts for which, counts in counted.items() if counts["round"] in wanted[which]}
         with self._writing("the run directory"):
             self._metrics.open(self._safe)
             self._timings.open(self._safe)
             self._checkpoints.folder.mkdir(exist_ok=True)
             atomic.fsync(self.path)
             self._info = {**info, **runfile.facts(plan), "status": "running", "ended": None}
-            self._info.setdefault("device", plan.device)
-            self._info.setdefault("engine", plan.engine)
-            self._info.setdefault("reveals", plan.reveals)
+            about = {"device": plan.device, "engine": plan.engine, "reveals": plan.reveals, **self._about}
+            self._info |= {key: value for key, value in about.items() if key not in info}  # as it was begun
             if self._safe >= 0:
                 self._note_resume()
             runfile.write(self.path, self._info)
@@ -104,9 +69,9 @@ class Recorder(Callback):
             self._timings.append(metrics.encode_seconds(record))
         self._checkpoints.forget(snapshot)
         self._unsaved = snapshot
-        is_best = self._best.see(record)
+        is_best = self._best.add(record)
         if record.scores:
-            self._counts["last"] = class_counts(record, self._plan.clients)
+            self._counts["last"] = classes.class_counts(record, self._plan.clients)
             if is_best:
                 self._counts["best"] = self._counts["last"]
         run = self._plan.config.run
@@ -115,12 +80,12 @@ class Recorder(Callback):
             self._save()
 
     def end(self, status: Status) -> None:
-        """Note how it ended. An interrupted run loses nothing: its last whole round gets a checkpoint."""
+        """Record how the run ended. An interrupted run loses nothing: its last complete round gets a checkpoint."""
         try:
             if self._ready:
                 self._save()
                 with self._writing(runfile.NAME):
-                    if self._safe >= 0:  # whoever was killed after the last checkpoint had not done it
+                    if self._safe >= 0:  # a process that was killed after the last checkpoint did not prune
                         self._checkpoints.prune(self._safe, self._keep())
                     runfile.write(self.path, {**self._info, "status": status, "ended": runfile.now()})
         finally:
@@ -131,7 +96,7 @@ class Recorder(Callback):
         self._timings.close()
 
     def _history(self) -> list[Mapping[str, Any]]:
-        """The rounds that stay; an error where they do not reach the checkpoint, or would be lost without need."""
+        """The rounds that stay; an error where they end before the checkpoint, or would be lost without need."""
         rounds = self._checkpoints.rounds()
         if self._safe not in (rounds or [-1]):
             known = ", ".join(map(str, rounds)) or "none"
@@ -164,14 +129,14 @@ class Recorder(Callback):
             self._metrics.sync()
             self._timings.sync()
         if "last" in self._counts:
-            with self._writing(CLASSES):  # without validation images there is no best round: the last stands for it
-                atomic.write_json(self.path / CLASSES, {"best": self._counts["last"], **self._counts})
+            with self._writing(classes.NAME):
+                classes.write_classes(self.path, self._counts)
         with self._writing(f"the checkpoint of round {snapshot.round}"):
             self._checkpoints.save(snapshot, self._keep())
         self._safe, self._unsaved = snapshot.round, None
 
     def _keep(self) -> set[int]:
-        """The rounds whose checkpoints stay, beside the last two."""
+        """The rounds whose checkpoints stay, apart from the last two."""
         best = set() if self._best.round is None else {self._best.round}
         return {*self._plan.config.run.keep_rounds, *best}
 

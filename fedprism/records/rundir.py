@@ -2,33 +2,37 @@
 
 config.yaml      the resolved configuration; can be run again
 run.json         versions, machine, federation, status
-metrics.jsonl    one line a round; the same bits after a resume
-timings.jsonl    one line a round; the clock
-classes.json     counts a class of the best and the last round
+metrics.jsonl    one line per round; the same bits after a resume
+timings.jsonl    one line per round; the clock
+classes.json     counts per class of the best and the last round
 checkpoints/     see checkpoint.py
-states/          while it runs, with clients.state: disk: see engines/keeping.py
-.lock            held while a process writes; the system lets go of it when the process dies
+states/          while it runs with clients.state: disk; see store/clients.py
+.lock            locked while a process writes; the operating system unlocks it when the process ends
 """
 
 from __future__ import annotations
 
 import shutil
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from fedprism import atomic
 from fedprism import config as configuration
 from fedprism.config import Config
-from fedprism.engines.events import Callback, Snapshot
 from fedprism.errors import RecordError
 from fedprism.records import metrics, runfile
-from fedprism.records.checkpoint import Checkpoints, Damaged, RecordWarning
+from fedprism.records.checkpoint import Checkpoints, Damaged
+from fedprism.records.metrics import METRICS
 from fedprism.records.read import RunRecord, read_run
-from fedprism.records.recorder import METRICS, Recorder
+from fedprism.records.recorder import Recorder
+from fedprism.records.runfile import RecordWarning
 from fedprism.records.standing import Best
+from fedprism.round.events import Callback, Snapshot
 
 CONFIG = "config.yaml"
 LOCK = ".lock"
@@ -36,7 +40,7 @@ STATES = "states"
 
 
 class RunDirectory:
-    """One run's files. Use it as a context manager: leaving it lets go of the lock."""
+    """One run's files. Use it as a context manager: leaving it releases the lock."""
 
     def __init__(self, path: Path, config: Config, lock: FileLock | None = None) -> None:
         self.path = path
@@ -47,7 +51,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: str | Path, config: Config) -> RunDirectory:
-        """Make a run directory and take its lock; one that holds anything is left alone."""
+        """Make a run directory and lock it. A directory that is not empty is refused."""
         path = Path(path)
         with atomic.reporting(str(path), "Nothing was begun; make room or choose another --out."):
             _refuse_used(path)
@@ -63,7 +67,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: str | Path, write: bool = False, expect: Config | None = None) -> RunDirectory:
-        """Open a run to read, or with `write` to go on: that takes the lock and refuses an edited configuration."""
+        """Open a run to read, or with `write` to go on: that locks it and refuses an edited configuration."""
         path = Path(path)
         recorded = runfile.recorded_config(path, runfile.read(path))
         if expect is not None:
@@ -74,20 +78,19 @@ class RunDirectory:
             lock = _locked(path)
             try:
                 if (path / CONFIG).exists():
-                    held = runfile.completed(configuration.read(path / CONFIG), runfile.read(path)["config"])
-                    runfile.check_config(path, recorded, held, CONFIG)
-                else:  # killed while it was made
+                    runfile.check_config(path, recorded, configuration.read(path / CONFIG), CONFIG)
+                else:  # the process was killed while it made the directory
                     _write_config(path, recorded)
                 for folder in (path, path / "checkpoints", path / "checkpoints" / "files"):
                     atomic.sweep(folder)
-                shutil.rmtree(path / STATES, ignore_errors=True)  # of a killed run: it goes on from its checkpoint
+                shutil.rmtree(path / STATES, ignore_errors=True)  # a killed run goes on from its checkpoint
             except BaseException:
                 lock.release()
                 raise
         return cls(path, recorded, lock)
 
     def begun(self) -> bool:
-        """Has a round been recorded?"""
+        """Whether a round has been recorded."""
         return bool(metrics.intact(self.path / METRICS)[0])
 
     @property
@@ -97,23 +100,23 @@ class RunDirectory:
 
     @property
     def clients(self) -> tuple[str, ...]:
-        """The clients that it was begun with; none before it has begun."""
+        """The clients that the run was begun with; none before it has begun."""
         return tuple(runfile.read(self.path).get("clients") or ())
 
     @property
     def states(self) -> Path:
-        """Where clients' states may lie while the run goes on."""
+        """The folder for clients' states while the run goes on."""
         return self.path / STATES
 
     def latest(self) -> Snapshot | None:
-        """The newest sound checkpoint, with a warning for each damaged one passed over; None: begin with round 0."""
+        """The newest sound checkpoint, with a warning for each damaged one; None: begin with round 0."""
         rounds = self._checkpoints.rounds()  # before the metrics, which are always ahead of it
         entries, damage = metrics.intact(self.path / METRICS)
         if damage and any(round >= len(entries) for round in rounds):
             raise RecordError(damage)
         snapshot = self._checkpoints.newest(rounds, len(entries) - 1)
         if snapshot is None and self._checkpoints.rounds() != rounds:
-            return self.latest()  # the run goes on, and has replaced them all meanwhile
+            return self.latest()  # the run goes on and has replaced them all meanwhile
         # Round 0 has a checkpoint before round 1 is recorded: without one, it has been lost.
         if snapshot is None and (rounds or len(entries) > 1):
             raise RecordError(
@@ -128,14 +131,14 @@ class RunDirectory:
         record = self.record()
         best = Best(record.moment)
         for entry in record.rounds:
-            if rounds and entry.round <= rounds[-1]:  # a better one that was not saved yet is still to come
-                best.see(entry)
+            if rounds and entry.round <= rounds[-1]:  # a later round has no checkpoint yet
+                best.add(entry)
         if best.round is not None:
             try:
                 return self.at(best.round)
             except RecordError as error:
                 if self._checkpoints.rounds() != rounds:
-                    return self.best()  # the run goes on, and has a better one now
+                    return self.best()  # the run goes on and has a better one now
                 warnings.warn(f"{error} The newest checkpoint is used instead.", RecordWarning, stacklevel=2)
         return self.latest()
 
@@ -150,18 +153,21 @@ class RunDirectory:
         except Damaged as damage:
             raise RecordError(f"the checkpoint of round {round} cannot be used: {damage}.") from None
 
-    def recorder(self) -> Callback:
-        """The callback that writes the run; its plan says after which checkpoint it goes on."""
+    def recorder(self, about: Mapping[str, Any] | None = None) -> Callback:
+        """The callback that records the run; its plan says after which checkpoint it goes on.
+
+        `about` is what `run.json` keeps about the run beside the plan, as it was when the run was begun.
+        """
         if self._lock is None:
             raise RecordError(f"{self.path} was opened for reading; open it with write=True to record.")
-        self._recorder = Recorder(self.path, self._checkpoints)
+        self._recorder = Recorder(self.path, self._checkpoints, about or {})
         return self._recorder
 
     def record(self) -> RunRecord:
         return read_run(self.path)
 
     def close(self) -> None:
-        """Close what is open and let go of the lock."""
+        """Close open files and release the lock."""
         if self._recorder is not None:
             self._recorder.close()
         if self._lock is not None:
@@ -193,7 +199,7 @@ def _locked(path: Path) -> FileLock:
 
 
 def _refuse_used(path: Path) -> None:
-    """An empty directory, or one whose making was cut short, may be used; anything else is somebody's work."""
+    """Accept an empty directory, or one whose creation was interrupted; anything else is somebody's work."""
     if not path.exists():
         return
     if not path.is_dir():
@@ -206,7 +212,7 @@ def _refuse_used(path: Path) -> None:
 
 
 def _write_first(path: Path, config: Config) -> None:
-    """run.json first: with it alone the run can be resumed, without it the directory counts as unused."""
+    """Write run.json first: with it alone the run can be resumed, without it the directory counts as unused."""
     atomic.sweep(path)
     try:
         runfile.write(path, runfile.first(config))

@@ -9,28 +9,31 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
 from pathlib import Path
 from typing import Any
-
-import numpy
-import torch
 
 from fedprism import atomic
 from fedprism import config as configuration
 from fedprism.config import Config, Named
-from fedprism.data.digits import SIDE, STYLES
-from fedprism.engines.events import Plan
 from fedprism.errors import ConfigError, RecordError
+from fedprism.round.events import Plan
 
 FORMAT = 1
 NAME = "run.json"
-_FIVE = {"name": "domain", "clients": 5}
+_LISTED = 20  # differences that an error message lists
+
+
+class RecordWarning(UserWarning):
+    """Something in a run directory was damaged or differs, and the run goes on without it."""
+
+
+# --- what it holds ---------------------------------------------------------------------------------------------------
 
 
 def first(config: Config) -> dict[str, Any]:
     """What `run.json` holds before the federation is known."""
-    # `config.yaml` is for people; what was run is judged by this copy, so that an edit of the other can be named.
+    # `config.yaml` is for people. This copy is what was run, so an edit of the other file can be named.
     return {
         "format": FORMAT,
         "status": "running",
@@ -43,7 +46,7 @@ def first(config: Config) -> dict[str, Any]:
 
 
 def facts(plan: Plan) -> dict[str, Any]:
-    """What the plan says of the federation: it must be the same when a run is resumed."""
+    """What the plan says about the federation: it must be the same when a run is resumed."""
     return {
         "method": plan.method,
         "moment": plan.moment,
@@ -57,20 +60,21 @@ def facts(plan: Plan) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
+    """The versions of the packages that figures depend on, without importing them."""
+    return {**{name: _version(name) for name in ("fedprism", "torch", "numpy")}, "python": platform.python_version()}
+
+
+def _version(package: str) -> str:
     try:
-        own = version("fedprism")
-    except PackageNotFoundError:  # run from its folder
-        own = getattr(sys.modules.get("fedprism"), "__version__", "unknown")
-    return {
-        "fedprism": own,
-        "torch": str(torch.__version__),
-        "numpy": numpy.__version__,
-        "python": platform.python_version(),
-    }
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # run from its source folder
+        return str(getattr(sys.modules.get(package), "__version__", "unknown"))
 
 
 def machine(config: Config) -> dict[str, Any]:
-    """Names only; CUDA is not touched by a run that does not use it."""
+    """The machine's CPU, GPU and platform. A run that does not use CUDA does not touch it."""
+    import torch
+
     gpu = None
     if config.run.device != "cpu" and torch.cuda.is_available():
         gpu = torch.cuda.get_device_name()
@@ -96,6 +100,9 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
+# --- the file --------------------------------------------------------------------------------------------------------
+
+
 def exists(path: Path) -> bool:
     return (path / NAME).is_file()
 
@@ -119,7 +126,7 @@ def read(path: Path) -> dict[str, Any]:
     if found != FORMAT:
         wrote = info.get("versions", {}).get("fedprism", "unknown")
         raise RecordError(
-            f"{path} has format {found}, written by fedprism {wrote}; fedprism {versions()['fedprism']} reads format "
+            f"{path} has format {found}, written by fedprism {wrote}; fedprism {_version('fedprism')} reads format "
             f"{FORMAT}. Use the version that wrote it, or another --out."
         )
     return dict(info)
@@ -132,43 +139,26 @@ def write(path: Path, info: Mapping[str, Any]) -> None:
 def recorded_config(path: Path, info: Mapping[str, Any]) -> Config:
     """The configuration that was run."""
     try:
-        return completed(configuration.structure(info["config"], Config), info["config"])
+        return configuration.structure(info["config"], Config)
     except (ConfigError, KeyError) as error:
         raise RecordError(
             f"the configuration in {path / NAME} does not fit this version of fedprism: {error}"
         ) from None
 
 
-def completed(config: Config, raw: Mapping[str, Any]) -> Config:
-    """What a run from before a setting had its present meaning was begun with.
-
-    Clients of different architectures had features of their own widths before `model.features`; and the partition's
-    five clients, the default before `data.domains`, meant one a site.
-    """
-    old = raw.get("data", {})
-    if "domains" not in old and str(old.get("name")).startswith("folder:") and old.get("partition") == _FIVE:
-        config = replace(config, data=replace(config.data, partition=Named("domain")))
-    if config.model.per_client is not None and "features" not in raw.get("model", {}):
-        return replace(config, model=replace(config.model, features="own"))
-    return config
+# --- comparing -------------------------------------------------------------------------------------------------------
 
 
-def spelled(config: Config) -> Config:
-    """With what is left to digits-skew and folder: written out: earlier runs recorded 16 pixels and five clients."""
-    data = config.data
-    kind = data.name.partition(":")[0]
-    if kind in ("digits-skew", "folder") and data.image_size == "auto":
-        data = replace(data, image_size=SIDE)
-    settings = {key: value for key, value in data.partition.settings.items() if value is not None}
-    data = replace(data, partition=Named(data.partition.name, settings))
-    if kind == "digits-skew" and data.domains is None and data.partition == Named("domain"):
-        data = replace(data, partition=Named("domain", {"clients": len(STYLES)}))
-    return replace(config, data=data)
+def comparable(config: Config) -> Config:
+    """The configuration without the partition's null settings, which mean the same as settings left out."""
+    named = config.data.partition
+    settings = {key: value for key, value in named.settings.items() if value is not None}
+    return replace(config, data=replace(config.data, partition=Named(named.name, settings)))
 
 
 def check_config(path: Path, recorded: Config, given: Config, source: str) -> None:
-    """Refuse to go on with another configuration, naming each key that differs. Where it is written does not matter."""
-    old, new = (flat(configuration.plain(spelled(config))) for config in (recorded, given))
+    """Refuse to go on with another configuration and name each key that differs. `run.out` may differ."""
+    old, new = (flat(configuration.plain(comparable(config))) for config in (recorded, given))
     lines = _differing({**old, "run.out": ""}, {**new, "run.out": ""}, f"in {source}")
     if lines:
         raise RecordError(
@@ -190,7 +180,7 @@ def check_facts(path: Path, info: Mapping[str, Any], plan: Plan) -> None:
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested settings by path, as after --set: `train.rounds` -> 30."""
+    """Nested settings by path, as --set takes them: `train.rounds` -> 30."""
     if isinstance(value, Mapping) and value:
         paths: dict[str, Any] = {}
         for key, inner in value.items():
@@ -207,4 +197,5 @@ def _differing(old: Mapping[str, Any], new: Mapping[str, Any], place: str) -> st
         for key in {**old, **new}
         if (key in old, old.get(key)) != (key in new, new.get(key))
     ]
-    return "\n".join(lines[:20] + [f"  ... and {len(lines) - 20} more"] * (len(lines) > 20))
+    more = [f"  ... and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
+    return "\n".join(lines[:_LISTED] + more)

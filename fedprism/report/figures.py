@@ -1,63 +1,43 @@
-"""Figures from records, drawn with matplotlib (extra `report`): accuracy over rounds, each client's gain, and what
-methods show of their inside.
-
-A figure for the page is an SVG whose colours are CSS variables, so that it follows the page into the dark; a figure for
-a file has the colours of the light theme.
+"""Figures from records, drawn with matplotlib (extra `report`): accuracy over rounds, each client's gain, and the
+diagnostics that methods report.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
-from importlib.util import find_spec
-from io import BytesIO, StringIO
 from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
-from fedprism import atomic
 from fedprism.errors import FedprismError
 from fedprism.records import Protocol, RunRecord
 from fedprism.records.protocol import of_path
 from fedprism.records.standing import Standing
-from fedprism.report.inside import WHOLE, Courses, families, look
+from fedprism.report.canvas import (
+    PLAIN,
+    STAND_INS,
+    Theme,
+    checked_path,
+    inline_svg,
+    new_figure,
+    plain_axes,
+    shorten,
+    write_figure,
+)
+from fedprism.report.diagnostics import WHOLE, Courses, diagnostics_of, families
 from fedprism.report.table import LOCAL, MANY, Row, Table, grouped, table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, which stay apart for the colour-blind, and lighter ones of the same hues for a dark ground.
-LIGHT = ("#0072b2", "#d55e00", "#009e73", "#b0528c", "#b07d00", "#3a9bd5")
-DARK = ("#5aaee8", "#f58a4b", "#35c79d", "#e69ac6", "#f0b93f", "#a5daf7")
-INKS = {"ink": ("#1c2024", "#e8eaed"), "muted": ("#5f6871", "#a3acb5"), "grid": ("#dfe3e7", "#343b43")}
-_DASHES = ((0, ()), (0, (5, 1.5)), (0, (1.5, 1.2)))  # beyond six methods, the same colours in another dash
+_DASHES = ((0, ()), (0, (5, 1.5)), (0, (1.5, 1.2)))  # beyond six methods, the same colours with another dash
 _NAMED = 40  # more clients than this are drawn without names
-_BARS = 400  # of a panel, at most
+_BARS = 400  # in a panel, at most
 _ACROSS, _TALL = 2, 3.05  # panels in a row, and their height in inches
-_CROWD, _SMALL = 12, 1.6  # more methods than these have a small panel each, of so many inches
-
-
-def available() -> bool:
-    """Is matplotlib installed?"""
-    return find_spec("matplotlib") is not None
-
-
-@dataclass(frozen=True)
-class Theme:
-    """Colours by role: real ones, or stand-ins that become CSS variables."""
-
-    ink: str
-    muted: str
-    grid: str
-    series: tuple[str, ...]
-
-
-_PLAIN = Theme(INKS["ink"][0], INKS["muted"][0], INKS["grid"][0], LIGHT)
-_STAND_INS = Theme("#000001", "#000002", "#000003", tuple(f"#00001{i}" for i in range(len(LIGHT))))
+_CROWD, _SMALL = 12, 1.6  # more methods than this have a small panel each; its height in inches
 
 
 @dataclass(frozen=True)
@@ -70,7 +50,7 @@ class Curve:
 
 
 def curves(records: Sequence[RunRecord], protocol: Protocol) -> dict[str, Curve]:
-    """A curve a row of the table, at the protocol's moment: the mean test accuracy over clients."""
+    """A curve per row of the table, at the protocol's moment: the mean test accuracy over clients."""
     found = {
         label: _over_seeds([_course(record, protocol) for record in group]) for label, group in grouped(records).items()
     }
@@ -88,46 +68,46 @@ def _over_seeds(runs: Sequence[Mapping[int, float]]) -> Curve:
 def _course(record: RunRecord, protocol: Protocol) -> dict[int, float]:
     standing, course = Standing(protocol.moment or record.moment, "test"), {}
     for each in of_path(record, protocol).rounds:
-        if standing.see(each) and standing.tested:
+        if standing.add(each) and standing.tested:
             course[each.round] = float(standing.exact_mean(protocol.mean))
     return course
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One value that a method shows: lines over rounds, or a box a client."""
+    """One value that a method reports: lines over rounds, or a box per client."""
 
     title: str
-    lines: Mapping[str, Curve] = field(default_factory=dict)  # by path or client
+    lines: Mapping[str, Curve] = field(default_factory=dict)  # by branch or client
     boxes: Mapping[str, Mapping[int, float]] = field(default_factory=dict)  # client -> percent -> quantile
-    percent: bool = False  # the lines are accuracies of paths
+    percent: bool = False  # the lines are accuracies of branches
 
 
 def panels(group: Sequence[RunRecord]) -> list[Panel]:
-    """What one method shows over its seeds: accuracy of its paths, then a panel a value, of the first clients."""
-    seen, clients = [look(record) for record in group], group[0].clients[:MANY]
+    """What one method reports: accuracy of its branches, then a panel per value, of the first clients."""
+    reported, clients = [diagnostics_of(record) for record in group], group[0].clients[:MANY]
 
     def lines(courses: Sequence[Courses], name: str) -> dict[str, Curve]:
         of = [each.get(name, {}) for each in courses]
         found = {client: _over_seeds([run[client] for run in of if client in run]) for client in clients}
         return {client: replace(curve, deviation=()) for client, curve in found.items() if curve.rounds}
 
-    paths: dict[str, Curve] = {}
-    for path in dict.fromkeys(name for each in seen for name in each.means):
-        curve = _over_seeds([each.means[path] for each in seen if path in each.means])
-        paths |= {path: curve} if curve.rounds else {}
-    plain, quantiles = families(dict.fromkeys(name for each in seen for name in each.values))
-    logs = dict.fromkeys(name for each in seen for name in each.logs)
-    result = [Panel("accuracy of each part by itself", paths, percent=True)]
-    result += [Panel(name, lines([each.values for each in seen], name)) for name in plain]
+    branches: dict[str, Curve] = {}
+    for branch in dict.fromkeys(name for each in reported for name in each.means):
+        curve = _over_seeds([each.means[branch] for each in reported if branch in each.means])
+        branches |= {branch: curve} if curve.rounds else {}
+    plain, quantiles = families(dict.fromkeys(name for each in reported for name in each.values))
+    logs = dict.fromkeys(name for each in reported for name in each.logs)
+    result = [Panel("accuracy of each part by itself", branches, percent=True)]
+    result += [Panel(name, lines([each.values for each in reported], name)) for name in plain]
     for family, names in quantiles.items():
         boxes: dict[str, dict[int, float]] = {client: {} for client in clients}
         for client, (percent, name) in product(clients, names.items()):
-            ends = [each.values.get(name, {}).get(client, {}).get(each.last) for each in seen]
+            ends = [each.values.get(name, {}).get(client, {}).get(each.last) for each in reported]
             if values := [end for end in ends if end is not None]:
                 boxes[client][percent] = fmean(values)
         result.append(Panel(f"{family}, last round", boxes=boxes))
-    result += [Panel(f"{name}, in training", lines([each.logs for each in seen], name)) for name in logs]
+    result += [Panel(f"{name}, in training", lines([each.logs for each in reported], name)) for name in logs]
     return [panel for panel in result if panel.lines or panel.boxes]
 
 
@@ -137,12 +117,12 @@ def panels(group: Sequence[RunRecord]) -> list[Panel]:
 def curves_svg(records: Sequence[RunRecord], protocol: Protocol, width: float = 9.2) -> str:
     """Accuracy over rounds as inline SVG."""
     lines = curves(records, protocol)
-    with _figure(width, _height(lines, 4, 4.3)) as figure:
+    with new_figure(width, _height(lines, 4, 4.3)) as figure:
         if crowded(lines):
-            _draw_crowd(figure, lines, _STAND_INS, (0.05, 0.0, 1.0, 1.0), 4)
+            _draw_crowd(figure, lines, STAND_INS, (0.05, 0.0, 1.0, 1.0), 4)
         else:
-            _draw_curves(figure.add_axes((0.06, 0.12, 0.76, 0.85)), lines, _STAND_INS)
-        return _inline(figure, "curves", "Test accuracy over rounds, a line a method; the table has the figures.")
+            _draw_curves(figure.add_axes((0.06, 0.12, 0.76, 0.85)), lines, STAND_INS)
+        return inline_svg(figure, "curves", "Test accuracy over rounds, a line per method; the table has the figures.")
 
 
 def gains_svg(result: Table, width: float = 9.2) -> str:
@@ -154,67 +134,50 @@ def gains_svg(result: Table, width: float = 9.2) -> str:
     down = -(-len(rows) // across)
     names = len(result.clients) <= _NAMED
     each = 0.62 + (0.25 * len(result.clients) if names else 2.2)
-    with _figure(width, each * down) as figure:
-        _draw_gains(figure, rows, result.clients, _STAND_INS, (0.1 if names else 0.02, 0.0, 0.99, 1.0), across)
-        return _inline(figure, "gains", "Points of each client above training alone, a panel a method.")
+    with new_figure(width, each * down) as figure:
+        _draw_gains(figure, rows, result.clients, STAND_INS, (0.1 if names else 0.02, 0.0, 0.99, 1.0), across)
+        return inline_svg(figure, "gains", "Points of each client above training alone, a panel per method.")
 
 
-def inside_svg(group: Sequence[RunRecord], name: str, says: str, width: float = 9.2) -> str:
-    """What one method shows of its inside as inline SVG, a panel a value; empty where it shows nothing."""
+def diagnostics_svg(group: Sequence[RunRecord], name: str, label: str, width: float = 9.2) -> str:
+    """What one method reports of its inside as inline SVG, a panel per value; empty where it reports nothing."""
     shown = panels(group)
     if not shown:
         return ""
-    with _figure(width, _TALL * _rows(shown)) as canvas:
-        _draw_panels(canvas, shown, _STAND_INS, width)
-        return _inline(canvas, name, escape(says))
+    with new_figure(width, _TALL * _rows(shown)) as canvas:
+        _draw_panels(canvas, shown, STAND_INS, width)
+        return inline_svg(canvas, name, escape(label))
 
 
-def inside_figure(shown: Sequence[Panel], path: str | Path, width: float = 9.2) -> Path:
+def diagnostics_figure(shown: Sequence[Panel], path: str | Path, width: float = 9.2) -> Path:
     """Chosen panels, as `panels` gives them, as a PNG or SVG file."""
-    path = _checked(path)
+    path = checked_path(path)
     if not shown:
         raise FedprismError(f"there is nothing to draw in {path}: no panel was given.")
-    with _figure(width, _TALL * _rows(shown)) as canvas:
-        _draw_panels(canvas, shown, _PLAIN, width)
-        return _written(canvas, path)
+    with new_figure(width, _TALL * _rows(shown)) as canvas:
+        _draw_panels(canvas, shown, PLAIN, width)
+        return write_figure(canvas, path)
 
 
-def figure(records: Sequence[RunRecord], path: str | Path, protocol: Protocol | str | None = None) -> Path:
+def overview_figure(records: Sequence[RunRecord], path: str | Path, protocol: Protocol | str | None = None) -> Path:
     """Curves and gains side by side as a PNG or SVG file, for a README or a slide."""
-    path = _checked(path)
+    path = checked_path(path)
     result = table(records, protocol)
     rows, lines = _gaining(result), curves(records, result.protocol)
     across = 3 if rows else 6  # small panels
     high = _height(lines, across, 4.4)
     top = 1 - 0.44 / high
-    with _figure(13.0, high) as canvas:
+    with new_figure(13.0, high) as canvas:
         if crowded(lines):
-            _draw_crowd(canvas, lines, _PLAIN, (0.04, 0.0, 0.47 if rows else 1.0, top), across)
+            _draw_crowd(canvas, lines, PLAIN, (0.04, 0.0, 0.47 if rows else 1.0, top), across)
         else:
-            _draw_curves(canvas.add_axes((0.04, 0.12, 0.36 if rows else 0.84, 0.77)), lines, _PLAIN)
-        words: dict[str, Any] = {"color": _PLAIN.ink, "fontsize": 11, "va": "center"}
+            _draw_curves(canvas.add_axes((0.04, 0.12, 0.36 if rows else 0.84, 0.77)), lines, PLAIN)
+        words: dict[str, Any] = {"color": PLAIN.ink, "fontsize": 11, "va": "center"}
         canvas.text(0.04, 1 - 0.24 / high, "Test accuracy, mean over clients", **words)
         if rows:
             canvas.text(0.505, 1 - 0.24 / high, "Gain over training alone, by client", **words)
-            _draw_gains(canvas, rows, result.clients, _PLAIN, (0.56, 0.0, 0.995, top), _across(rows))
-        return _written(canvas, path)
-
-
-def _checked(path: str | Path) -> Path:
-    """Where a figure goes, once it is known that it can be drawn."""
-    if not available():
-        raise FedprismError("figures need matplotlib: pip install 'fedprism[report]'.")
-    path = Path(path)
-    if path.suffix not in (".png", ".svg"):
-        raise FedprismError(f"{path} ends in {path.suffix!r}; a figure is written as .png or .svg.")
-    return path
-
-
-def _written(canvas: Any, path: Path) -> Path:
-    out = BytesIO()
-    canvas.savefig(out, format=path.suffix[1:], dpi=160, facecolor="white", metadata=_undated(path.suffix))
-    atomic.write(path, out.getvalue())
-    return path
+            _draw_gains(canvas, rows, result.clients, PLAIN, (0.56, 0.0, 0.995, top), _across(rows))
+        return write_figure(canvas, path)
 
 
 # --- drawing ---------------------------------------------------------------------------------------------------------
@@ -239,7 +202,7 @@ def _draw_panels(canvas: Any, shown: Sequence[Panel], theme: Theme, width: float
 
 
 def _draw_curves(axes: Axes, lines: Mapping[str, Curve], theme: Theme, percent: bool = True, letters: int = 99) -> None:
-    """A line a method (or part, or client) with its name, and an accuracy's last value, at its right end."""
+    """A line per method (or branch, or client) with its name, and an accuracy's last value, at its right end."""
     from matplotlib.ticker import MaxNLocator
 
     styles, faint = _styles(list(lines), theme), 0.14 if len(lines) <= 7 else 0.06
@@ -256,7 +219,7 @@ def _draw_curves(axes: Axes, lines: Mapping[str, Curve], theme: Theme, percent: 
     last = max((curve.rounds[-1] for curve in lines.values()), default=1)
     axes.set_xlim(0, max(last, 1))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
-    _plain_axes(axes, theme)
+    plain_axes(axes, theme)
     axes.set_xlabel("round", color=theme.muted, fontsize=9.5)
     if percent:
         top = 100 * max((max(curve.mean) for curve in lines.values()), default=1.0)
@@ -273,7 +236,7 @@ def _draw_curves(axes: Axes, lines: Mapping[str, Curve], theme: Theme, percent: 
     for label, place in _apart(ends, gap, axes.get_ylim()).items():
         at, colour = lines[label].rounds[-1], styles[label][0]
         axes.annotate(
-            _short(label, letters) + (f"  {ends[label]:.1f}" if percent else ""),
+            shorten(label, letters) + (f"  {ends[label]:.1f}" if percent else ""),
             xy=(at, ends[label]),
             xytext=(last * 1.025 + 0.01, place),
             color=colour,
@@ -285,19 +248,19 @@ def _draw_curves(axes: Axes, lines: Mapping[str, Curve], theme: Theme, percent: 
 
 
 def crowded(lines: Mapping[str, Curve]) -> bool:
-    """Too many to be told apart in one panel?"""
+    """Whether there are too many lines for one panel."""
     return len(lines) > _CROWD
 
 
 def _height(lines: Mapping[str, Curve], across: int, one: float) -> float:
-    """Inches of a figure of curves, which has `one` as long as they share a panel."""
+    """The height of a figure of curves in inches: `one` as long as they share a panel."""
     return _SMALL * -(-len(lines) // across) if crowded(lines) else one
 
 
 def _draw_crowd(
     figure: Any, lines: Mapping[str, Curve], theme: Theme, box: tuple[float, float, float, float], across: int
 ) -> None:
-    """A small panel a method: its line, training alone (dashed), and the one that ends best (grey)."""
+    """A small panel per method: its line, training alone (dashed), and the one that ends best (grey)."""
     from matplotlib.ticker import MaxNLocator
 
     best = max(lines, key=lambda label: lines[label].mean[-1])
@@ -320,15 +283,15 @@ def _draw_crowd(
         axes.fill_between(curve.rounds, low, high, color=mine, alpha=0.14, linewidth=0, zorder=2)
         axes.set_xlim(0, max(last, 1))
         axes.set_ylim(0, 100)
-        _plain_axes(axes, theme)
+        plain_axes(axes, theme)
         axes.tick_params(labelsize=8.5)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=3, integer=True))
         axes.set_yticks([0, 50, 100], ["0", "50", "100 %"] if column == 0 else [])
-        axes.set_title(f"{_short(label, 26)}  {points[-1]:.1f}", loc="left", color=mine, fontsize=9.5, pad=4)
+        axes.set_title(f"{shorten(label, 26)}  {points[-1]:.1f}", loc="left", color=mine, fontsize=9.5, pad=4)
 
 
 def _draw_boxes(axes: Axes, boxes: Mapping[str, Mapping[int, float]], theme: Theme) -> None:
-    """A row a client: the middle half as a box with the median, 5 to 95 percent as a line, all values as a thin one."""
+    """A row per client: a box of the middle half with the median, a line from 5 to 95 percent, a thin one for all."""
     styles = _styles(list(boxes), theme)
     for height, (client, at) in enumerate(boxes.items()):
         colour = styles[client][0]
@@ -341,28 +304,18 @@ def _draw_boxes(axes: Axes, boxes: Mapping[str, Mapping[int, float]], theme: The
             )
         if 50 in at:
             axes.vlines(at[50], height - 0.34, height + 0.34, color=theme.ink, linewidth=1.6, zorder=4)
-    _plain_axes(axes, theme)
+    plain_axes(axes, theme)
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x", color=theme.grid, linewidth=0.8)
     axes.set_ylim(max(len(boxes), 3) - 0.4, -0.6)
-    axes.set_yticks(range(len(boxes)), [_short(client) for client in boxes])
+    axes.set_yticks(range(len(boxes)), [shorten(client) for client in boxes])
     axes.tick_params(axis="y", labelcolor=theme.ink)
-
-
-def _short(name: str, most: int = 15) -> str:
-    """A name that has no room, cut in the middle: names of clients often differ at their ends.
-
-    >>> _short("hospital-of-saint-mary-07")
-    'hospita…mary-07'
-    """
-    half = most // 2
-    return name if len(name) <= most else f"{name[:half]}…{name[-half:]}"
 
 
 def _draw_gains(
     figure: Any, rows: Sequence[Row], clients: Sequence[str], theme: Theme, box: tuple[float, ...], across: int
 ) -> None:
-    """A panel a method, a bar a client, its length the points above (or below) training alone."""
+    """A panel per method, a bar per client. Its length is the points above (or below) training alone."""
     names = len(clients) <= _NAMED
     values = [100 * gain.mean for row in rows for gain in row.gains.values()]
     left, bottom, right, top = box
@@ -413,7 +366,7 @@ def _draw_gains(
 
 
 def every_bar(clients: int) -> int:
-    """Of so many clients, every how many-th has a bar.
+    """The step between the clients that have a bar, so that a panel does not have too many.
 
     >>> every_bar(400), every_bar(401), every_bar(10_000)
     (1, 2, 25)
@@ -422,7 +375,7 @@ def every_bar(clients: int) -> int:
 
 
 def _room(values: Sequence[float], text: float) -> tuple[float, float]:
-    """The limits of an axis that leave room for a number beside the bars; `text` is its share of the width.
+    """Limits of an axis with room for a number beside the bars; `text` is the share of the width that it needs.
 
     >>> _room([6.0, 2.0], 0.25)
     (0.0, 8.0)
@@ -433,18 +386,8 @@ def _room(values: Sequence[float], text: float) -> tuple[float, float]:
     return low - beside * (low < 0), high + beside * (high > 0 or low == 0)
 
 
-def _plain_axes(axes: Axes, theme: Theme) -> None:
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color(theme.grid)
-    axes.set_facecolor("none")
-    axes.grid(axis="y", color=theme.grid, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(length=0, labelsize=9.5, colors=theme.muted)
-
-
 def _styles(labels: Sequence[str], theme: Theme) -> dict[str, tuple[str, Any, float]]:
-    """Colour, dash and width of each line; training alone (dashed) and a whole model are in the colour of the text."""
+    """Colour, dash and width of each line. Training alone (dashed) and a whole model have the colour of the text."""
     inked = {LOCAL: (theme.ink, (0, (4, 2)), 1.6), WHOLE: (theme.ink, _DASHES[0], 2.0)}
     styles: dict[str, tuple[str, Any, float]] = {}
     for label in labels:
@@ -457,7 +400,7 @@ def _styles(labels: Sequence[str], theme: Theme) -> dict[str, tuple[str, Any, fl
 
 
 def _apart(ends: Mapping[str, float], gap: float, limits: tuple[float, float]) -> dict[str, float]:
-    """Heights of labels at least `gap` apart, as near as that allows to where the lines end.
+    """Heights of labels, at least `gap` apart and as near as possible to where the lines end.
 
     >>> _apart({"a": 10.0, "b": 10.5, "c": 50.0}, 2.0, (0, 100))
     {'a': 9.25, 'b': 11.25, 'c': 50.0}
@@ -493,40 +436,3 @@ def _across(rows: Sequence[Row]) -> int:
 
 def _gaining(result: Table) -> list[Row]:
     return [row for row in result.rows if row.gains and row.method != LOCAL]
-
-
-@contextmanager
-def _figure(width: float, height: float) -> Iterator[Any]:
-    """A figure of its own, without pyplot's global state."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    looks: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "fedprism", "font.family": "DejaVu Sans"}
-    with matplotlib.rc_context({**looks, "text.parse_math": False}):  # a name may have dollars in it
-        yield Figure(figsize=(width, height))
-
-
-def _undated(suffix: str) -> dict[str, Any]:
-    """The same records make the same file."""
-    return {"Date": None} if suffix == ".svg" else {"Software": None}
-
-
-def _inline(figure: Any, name: str, says: str) -> str:
-    """The figure as SVG that can stand in a page: no prologue, no outside names, ids of its own, the page's colours."""
-    out = StringIO()
-    figure.savefig(out, format="svg", transparent=True, metadata=_undated(".svg"))
-    svg = out.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'\s(?:xmlns(?::\w+)?|version)="[^"]*"', "", svg).replace("xlink:href", "href")
-    svg = re.sub(r'\bid="', f'id="{name}-', svg)
-    svg = svg.replace("url(#", f"url(#{name}-").replace('href="#', f'href="#{name}-')
-    svg = re.sub(r"font:\s*([\d.]+)px[^;\"]*", r"font-size: \1px", svg)  # the page's own letters
-    for role, colour in zip(("ink", "muted", "grid"), (_STAND_INS.ink, _STAND_INS.muted, _STAND_INS.grid), strict=True):
-        svg = svg.replace(colour, f"var(--{role})")
-    for place, colour in enumerate(_STAND_INS.series):
-        svg = svg.replace(colour, f"var(--series-{place})")
-    box = re.search(r'viewBox="([^"]*)"', svg)
-    assert box is not None
-    start = f'<svg role="img" aria-label="{says}" viewBox="{box[1]}">'
-    return start + svg[svg.index(">") + 1 :]

@@ -1,4 +1,4 @@
-"""One grid of texts, written as plain text, Markdown, LaTeX, HTML or for a terminal; table.py says what is in it."""
+"""One grid of texts, written as plain text, Markdown, LaTeX, HTML or for a terminal. table.py fills it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LATEX = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One cell as it is shown."""
+    """One cell."""
 
     text: str
     best: bool = False
@@ -38,7 +38,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Grid:
-    """A header, rows under it, and sentences under those. The first column is text, the others are numbers."""
+    """A header, rows, and notes under them. The first column is text, the others are numbers."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[Entry, ...], ...]
@@ -56,7 +56,7 @@ def terminal(grid: Grid, stars: bool) -> RichTable:
     table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1), header_style="bold")
     for place, name in enumerate(grid.header):
         table.add_column(Text(name), justify="right" if place else "left", no_wrap=True)
-    room = " " if stars and any(entry.best for row in grid.rows for entry in row) else ""  # keeps the digits in line
+    room = " " if stars and any(entry.best for row in grid.rows for entry in row) else ""  # aligns the digits
     for row in grid.rows:
         texts = [Text(row[0].text)]
         for entry in row[1:]:
@@ -69,7 +69,7 @@ def terminal(grid: Grid, stars: bool) -> RichTable:
 
 @dataclass(frozen=True)
 class Fitting:
-    """Of several grids, widest first, the first that fits the terminal, with its notes under it."""
+    """The first of several grids, widest first, that fits the terminal, with its notes under it."""
 
     grids: tuple[Grid, ...]
 
@@ -142,7 +142,7 @@ def latex(grid: Grid) -> str:
 
 
 def html(grid: Grid) -> str:
-    """An HTML table with its notes; its looks are the page's business."""
+    """An HTML table with its notes, without styles."""
     lines = ['<div class="wide"><table>', "<thead><tr>"]
     lines += [f'<th scope="col">{escape(name)}</th>' for name in grid.header]
     lines.append("</tr></thead>\n<tbody>")

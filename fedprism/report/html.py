@@ -1,52 +1,41 @@
-"""One self-contained page about some runs: table, curves, gains, insides, pictures, traffic, configuration."""
+"""One self-contained page about some runs: table, curves, gains, diagnostics, pictures, traffic, configuration."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
-from io import BytesIO
 from pathlib import Path
 from statistics import fmean, median
-
-import numpy as np
-import torch
-from PIL import Image
+from typing import Any
 
 from fedprism import atomic
 from fedprism import config as configuration
-from fedprism.errors import FedprismError
-from fedprism.federation import ClientData, Federation, make_federation
-from fedprism.federation.partitions import partition_of
-from fedprism.methods import METHODS
+from fedprism.config import SPLITS
 from fedprism.records import Protocol, RunRecord
-from fedprism.report import figures, formats
-from fedprism.report.models import architectures_of, decided, models
+from fedprism.report import canvas, figures, formats
+from fedprism.report.models import models
 from fedprism.report.table import GAIN, LOCAL, MANY, Table, grouped, table
 
-_SHOWN = 12  # clients whose images are shown
-_IMAGES = 10  # of each of them
-_LARGEST = 64  # pixels a side of an image on the page
+Pictures = Mapping[str, bytes] | str  # client -> images side by side as PNG; or a sentence that says why there are none
 
 
 def write_page(
     path: str | Path,
     records: Sequence[RunRecord],
     protocol: Protocol | str | None = None,
-    federation: Federation | None = None,
+    pictures: Pictures = "",
 ) -> Path:
-    """Write the page, whole or not at all."""
+    """Write the page, all of it or nothing."""
     path = Path(path)
     with atomic.reporting(str(path), "The runs are safe; make room and use `fedprism show --report` on them."):
         path.parent.mkdir(parents=True, exist_ok=True)
-        atomic.write(path, page(records, protocol, federation).encode())
+        atomic.write(path, page(records, protocol, pictures).encode())
     return path
 
 
-def page(
-    records: Sequence[RunRecord], protocol: Protocol | str | None = None, federation: Federation | None = None
-) -> str:
-    """The page as HTML. `federation` spares making it again, for the pictures."""
+def page(records: Sequence[RunRecord], protocol: Protocol | str | None = None, pictures: Pictures = "") -> str:
+    """The page as HTML. `pictures` show what each client sees; without them that section is left out."""
     result = table(records, protocol)
     first = records[0]
     title = f"{first.config.data.name}, {len(result.clients)} clients"
@@ -54,9 +43,9 @@ def page(
         ("Result", _result(result)),
         ("Accuracy over rounds", _curves(records, result.protocol)),
         ("Gain of each client over training alone", _gains(result)),
-        ("Inside each method", _inside(records)),
+        ("Inside each method", _diagnostics(records)),
         ("What each client trains", _models(records)),
-        ("What each client sees", _pictures(first, federation)),
+        ("What each client sees", _pictures(first, pictures)),
         ("Traffic and time", _traffic(records)),
         ("What was run", _settings(records)),
     ]
@@ -91,7 +80,7 @@ def _result(result: Table) -> str:
 
 
 def _curves(records: Sequence[RunRecord], protocol: Protocol) -> str:
-    if not figures.available():
+    if not canvas.available():
         return '<p>Figures need matplotlib: <code>pip install "fedprism[report]"</code>, then make this page again.</p>'
     seeds = max(len(group) for group in grouped(records).values())
     over = {"clients": "mean over clients", "samples": "mean over all test images"}[protocol.mean]
@@ -107,7 +96,7 @@ def _curves(records: Sequence[RunRecord], protocol: Protocol) -> str:
 
 
 def _gains(result: Table) -> str:
-    drawn = figures.gains_svg(result) if figures.available() else ""
+    drawn = figures.gains_svg(result) if canvas.available() else ""
     if not drawn:
         return ""
     note = "Points above (blue) or below (orange) what the client reaches alone, under the protocol of the table."
@@ -117,23 +106,22 @@ def _gains(result: Table) -> str:
     return f'<figure>{drawn}</figure>\n<p class="note">{escape(note)}</p>'
 
 
-def _inside(records: Sequence[RunRecord]) -> str:
-    if not figures.available():
+def _diagnostics(records: Sequence[RunRecord]) -> str:
+    if not canvas.available():
         return ""
     parts = []
     for place, (label, group) in enumerate(grouped(records).items()):
-        says = f"What {label} shows of its inside, a panel a value."
-        if drawn := figures.inside_svg(group, f"inside-{place}", says):
+        description = f"What {label} shows of its inside, a panel per value."
+        if drawn := figures.diagnostics_svg(group, f"inside-{place}", description):
             name = f"<h3>{escape(label)} <small>{escape(group[0].moment)}</small></h3>"
-            written = group[0].config.method.name
-            words = METHODS[written].shows if written in METHODS else {}  # a user's file is not run for a page
-            means = "; ".join(f"<b>{escape(value)}</b>: {escape(says)}" for value, says in words.items())
-            parts.append(f"{name}\n<figure>{drawn}</figure>" + (f'\n<p class="note">{means}.</p>' if means else ""))
+            meanings = "; ".join(f"<b>{escape(each)}</b>: {escape(text)}" for each, text in group[0].shows.items())
+            note = f'\n<p class="note">{meanings}.</p>' if meanings else ""
+            parts.append(f"{name}\n<figure>{drawn}</figure>{note}")
     if not parts:
         return ""
     note = (
         "On the test images, at the method’s own moment: the accuracy of each part of the model, mean over clients; "
-        "and values that the method shows, a line or a box a client. A box is the middle half of the values with "
+        "and values that the method shows, a line or a box per client. A box is the middle half of the values with "
         "their median, the thick line 5 to 95 percent of them, the thin line all of them. In training: the mean over a "
         "round."
     )
@@ -145,15 +133,15 @@ def _inside(records: Sequence[RunRecord]) -> str:
 
 
 def _models(records: Sequence[RunRecord]) -> str:
-    """The clients' architectures, where they differ; for each method by itself where some have others."""
+    """The clients' architectures where they differ; by method where methods have different ones."""
     shown: dict[str, list[str]] = {}
     for label, group in grouped(records).items():
-        grid, held = models(group[0]), list(architectures_of(group[0]).values())
+        grid = models(group[0])
         if grid is not None:
             shown.setdefault(formats.html(grid), []).append(label)
-        elif held:
-            arch = held[0]
-            words = f"{arch.label} for all clients: {arch.parameters:,} parameters, {arch.width} features."
+        elif group[0].architectures:
+            arch = group[0].architectures[0]
+            words = f"{arch.label} for all clients: {arch.parameters:,} parameters, {arch.features} features."
             shown.setdefault(f"<p>{escape(words)}</p>", []).append(label)
     if not any("<table>" in text for text in shown):
         return ""
@@ -164,53 +152,25 @@ def _models(records: Sequence[RunRecord]) -> str:
     return "\n".join(parts)
 
 
-def _pictures(record: RunRecord, federation: Federation | None) -> str:
-    if record.config.data.name.startswith("folder:"):
-        return "<p>The images of real sites are not put into this page, so that it can be passed on.</p>"
-    try:
-        federation = federation or make_federation(record.config.data, record.seed)
-    except (FedprismError, OSError) as error:
-        return f"<p>The images cannot be shown: {escape(str(error))}</p>"
-    if len(federation.shape) == 2:
-        return "<p>The clients' texts are not put into this page.</p>"
+def _pictures(record: RunRecord, pictures: Pictures) -> str:
+    if isinstance(pictures, str):
+        return f"<p>{escape(pictures)}</p>" if pictures else ""
     rows = []
-    for client in list(federation.clients.values())[:_SHOWN]:
-        counts = ", ".join(f"{len(client.split(part))} {part}" for part in ("train", "validation", "test"))
+    for client, png in pictures.items():
+        counts = ", ".join(f"{n} {part}" for n, part in zip(record.samples.get(client, ()), SPLITS, strict=False))
+        image = base64.b64encode(png).decode()
         rows.append(
-            f'<div class="client"><div><b>{escape(client.name)}</b><br><small>{counts}</small></div>'
-            f'<img alt="images of {escape(client.name)}" src="data:image/png;base64,{_strip(client)}"></div>'
+            f'<div class="client"><div><b>{escape(client)}</b><br><small>{counts}</small></div>'
+            f'<img alt="images of {escape(client)}" src="data:image/png;base64,{image}"></div>'
         )
-    more = len(federation.clients) - _SHOWN
+    more = len(record.clients) - len(pictures)
     if more > 0:
         rows.append(f'<p class="note">and {more} more clients</p>')
     return "\n".join(rows)
 
 
-def _strip(client: ClientData) -> str:
-    """Training images side by side, one class after the other, as a PNG in base64."""
-    labels = client.train.y.numpy()
-    nth = np.zeros(len(labels), dtype=int)  # first, second, … image of its class
-    for label in np.unique(labels):
-        nth[labels == label] = np.arange((labels == label).sum())
-    chosen = np.lexsort((labels, nth))[:_IMAGES]
-    pixels = client.train.batch(torch.from_numpy(chosen)).numpy()  # [n, channels, height, width]
-    pixels = pixels if pixels.shape[1] == 3 else np.repeat(pixels[:, :1], 3, axis=1)
-    tiles = [Image.fromarray(np.ascontiguousarray(tile.transpose(1, 2, 0))) for tile in pixels]
-    for tile in tiles:
-        tile.thumbnail((_LARGEST, _LARGEST))
-    zoom = max(1, _LARGEST // (2 * max(tiles[0].size)))
-    wide, tall = tiles[0].width * zoom, tiles[0].height * zoom
-    gap = max(1, wide // 12)
-    strip = Image.new("RGBA", ((wide + gap) * len(tiles) - gap, tall))
-    for place, tile in enumerate(tiles):
-        strip.paste(tile.resize((wide, tall), Image.Resampling.NEAREST), (place * (wide + gap), 0))
-    out = BytesIO()
-    strip.save(out, "PNG", optimize=True)
-    return base64.b64encode(out.getvalue()).decode()
-
-
 def _traffic(records: Sequence[RunRecord]) -> str:
-    """Bytes a client and round, and the time of a round."""
+    """Bytes per client and round, and seconds per round."""
     rows = []
     for label, group in grouped(records).items():
         to = [size for record in group for each in record.rounds for size in each.down.values()]
@@ -221,8 +181,8 @@ def _traffic(records: Sequence[RunRecord]) -> str:
         rows.append((label, sizes, fmean(to or [0]), fmean(back or [0]), (sum(to) + sum(back)) / len(group), seconds))
     longest = max(max(down, up) for _, _, down, up, _, _ in rows) or 1
     lines = ['<div class="wide"><table class="traffic">']
-    head = ["method", "to a client, a round", "from a client, a round", "all clients, whole run", "seconds a round"]
-    head.append("parameters a client")
+    head = ["method", "to a client per round", "from a client per round", "all clients, whole run", "seconds per round"]
+    head.append("parameters per client")
     lines.append("<thead><tr>" + "".join(f'<th scope="col">{name}</th>' for name in head) + "</tr></thead><tbody>")
     for label, sizes, down, up, total, seconds in rows:
         time = f"{median(seconds):.2f}" if seconds else "–"
@@ -240,24 +200,23 @@ def _bar(share: float) -> str:
 def _settings(records: Sequence[RunRecord]) -> str:
     first = records[0]
     train, machine, versions = first.config.train, first.info.get("machine", {}), first.info.get("versions", {})
-    archs = dict.fromkeys(arch.label for record in records for arch in architectures_of(record).values())
+    archs = dict.fromkeys(arch.label for record in records for arch in record.architectures)
     facts = {
         "methods": ", ".join(grouped(records)),
         "seeds": ", ".join(str(seed) for seed in sorted({record.seed for record in records})),
         "data": f"{first.config.data.name}, {len(first.clients)} clients, {len(first.class_names)} classes",
-        "partition": _dealt(first.config.data.partition),
+        "partition": _partition(first.info.get("partition") or configuration.plain(first.config.data.partition)),
         "model": "; ".join(archs) or first.config.model.name,
-        "rounds": f"{train.rounds}, {train.epochs} local epochs, batch {train.batch}",
+        "rounds": f"{train.rounds}, {train.epochs} local epochs, batch {train.batch_size}",
         "versions": ", ".join(f"{name} {value}" for name, value in versions.items()),
         "machine": ", ".join(f"{name}: {value}" for name, value in machine.items() if value is not None),
         "engine": "; ".join(dict.fromkeys(_engine(record) for record in records)),
         "begun, ended": f"{first.info.get('started')}, {max(str(r.info.get('ended') or '–') for r in records)}",
     }
     for label, group in grouped(records).items():
-        written = group[0].config.method.name  # runs of earlier versions do not say it themselves
-        reveals = group[0].info.get("reveals") or (METHODS[written].reveals if written in METHODS else "")
-        told = {"others learn": reveals} if reveals else {}
-        facts |= {f"{label}: {name}": value for name, value in {**told, **decided(group[0])}.items()}
+        reveals = group[0].info.get("reveals")
+        about = {**({"others learn": reveals} if reveals else {}), **group[0].decided}
+        facts |= {f"{label}: {name}": value for name, value in about.items()}
     items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
     configs = []
     for label, group in grouped(records).items():
@@ -268,23 +227,22 @@ def _settings(records: Sequence[RunRecord]) -> str:
 
 
 def _engine(record: RunRecord) -> str:
-    """What ran it and where; runs of earlier versions did not say what."""
-    return f"{record.info.get('engine', 'inprocess')} on {record.info.get('device', 'cpu')}"
+    """The engine of a run and its device."""
+    return f"{record.info.get('engine', '–')} on {record.info.get('device', '–')}"
 
 
-def _dealt(named: configuration.Named) -> str:
-    """A partition with all of its settings, defaults too.
+def _partition(settings: Mapping[str, Any]) -> str:
+    """A partition with all of its settings.
 
-    >>> _dealt(configuration.Named("noise", {"sigma": 5.0}))
+    >>> _partition({"name": "noise", "clients": 10, "of": None, "sigma": 5.0})
     'noise: clients 10, sigma 5.0'
     """
-    settings = configuration.plain(partition_of(named)).items()
-    words = ", ".join(f"{key} {value}" for key, value in settings if value is not None)
-    return f"{named.name}: {words}" if words else named.name
+    words = ", ".join(f"{key} {value}" for key, value in settings.items() if key != "name" and value is not None)
+    return f"{settings['name']}: {words}" if words else str(settings["name"])
 
 
 def amount(size: float) -> str:
-    """Bytes for people.
+    """Bytes with a unit.
 
     >>> amount(0), amount(999), amount(1_234_567)
     ('0 B', '999 B', '1.2 MB')
@@ -305,8 +263,8 @@ def _version(record: RunRecord) -> str:
 
 def _style() -> str:
     variables = {}
-    for theme, (place, series) in {"light": (0, figures.LIGHT), "dark": (1, figures.DARK)}.items():
-        roles = {f"--{role}": pair[place] for role, pair in figures.INKS.items()}
+    for theme, (place, series) in {"light": (0, canvas.LIGHT), "dark": (1, canvas.DARK)}.items():
+        roles = {f"--{role}": pair[place] for role, pair in canvas.INKS.items()}
         roles |= {f"--series-{i}": colour for i, colour in enumerate(series)}
         variables[theme] = "; ".join(f"{name}: {value}" for name, value in roles.items())
     return _CSS.replace("LIGHT", variables["light"]).replace("DARK", variables["dark"])

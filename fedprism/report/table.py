@@ -1,4 +1,4 @@
-"""Tables from records: a row a method; columns for clients, mean, worst client and the gain over training alone."""
+"""Tables from records: a row per method; columns for clients, mean, worst client and the gain over training alone."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fedprism.config import plain
 from fedprism.errors import RecordError, unknown
 from fedprism.records import Figure, Gain, Outcome, Protocol, RunRecord, flat, gain, outcome, summarise
 from fedprism.records.protocol import figure, paths_of
-from fedprism.records.runfile import spelled
+from fedprism.records.runfile import comparable
 from fedprism.report import formats
 from fedprism.report.formats import Entry, Fitting, Grid
 
 MANY = 12  # more clients than this have no columns of their own
 TOO_MANY = 1000  # more clients than this have none in a CSV either: spreadsheets end at some thousands
-SHARES = (5, 25, 50, 75, 95)  # percent of so many clients that are below a figure
+SHARES = (5, 25, 50, 75, 95)  # percent of the clients that are below a figure
 GAIN = "gain"
 MORE = ("spread", "balanced accuracy", "macro F1")  # figures that only the CSV has
 BELOW = tuple(f"{share} % of clients below" for share in SHARES)  # likewise, in place of the clients' columns
@@ -34,14 +34,14 @@ class Row:
     label: str
     method: str
     seeds: tuple[int, ...]
-    figures: Mapping[str, Figure]  # column -> figure; what there is none of is left out
+    figures: Mapping[str, Figure]  # column -> figure; a column without a figure is left out
     gains: Mapping[str, Figure]  # client -> gain over training alone; empty where that was not run
     mark: str = ""  # † diverged, ‡ not at its end
 
 
 @dataclass(frozen=True, repr=False)
 class Table:
-    """What was reached, by whom, under which protocol. `print` it, or write it as Markdown, LaTeX, CSV or HTML."""
+    """Accuracy by method and client under a stated protocol. Print it, or write it as Markdown, LaTeX, CSV or HTML."""
 
     clients: tuple[str, ...]
     rows: tuple[Row, ...]
@@ -50,7 +50,7 @@ class Table:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """What a row's figures are called; a client's column has a prefix, so that one may be called `mean`."""
+        """The names of the columns. A client's column has a prefix, so that a client may be called `mean`."""
         return (*(_client(name) for name in self.clients), "mean", "worst", GAIN)
 
     def best(self, column: str) -> frozenset[str]:
@@ -60,7 +60,10 @@ class Table:
         return frozenset(label for label, value in shown.items() if value == max(shown.values()) and len(self.rows) > 1)
 
     def grid(self, clients: bool | None = None, deviations: Collection[str] | None = None) -> Grid:
-        """Texts to print; with columns of clients (None: of a few), with deviations in some columns (None: in all)."""
+        """The cells as texts.
+
+        `clients`: with columns of clients (None: if they are few). `deviations`: the columns with them (None: all).
+        """
         few = len(self.clients) <= MANY
         with_clients = few if clients is None else clients
         columns = [c for c in self.columns if with_clients or not c.startswith(_client(""))]
@@ -72,8 +75,8 @@ class Table:
                 with_deviation = deviations is None or column in deviations
                 cells.append(_entry(row.figures.get(column), column, row.label in best[column], with_deviation))
             rows.append(tuple(cells))
-        holder = "CSV" if len(self.clients) <= TOO_MANY else "run's metrics.jsonl"
-        left_out = f"Columns of {len(self.clients)} clients are left out here; the {holder} has them."
+        place = "CSV" if len(self.clients) <= TOO_MANY else "run's metrics.jsonl"
+        left_out = f"Columns of {len(self.clients)} clients are left out here; the {place} has them."
         notes = self.notes if with_clients else (*self.notes, left_out)
         header = ("method", *(column.removeprefix(_client("")) for column in columns))
         return Grid(header, tuple(rows), notes)
@@ -122,7 +125,7 @@ class Table:
 
 
 def table(records: Sequence[RunRecord], protocol: Protocol | str | None = None) -> Table:
-    """The table of some runs on one federation; runs that differ in nothing but the seed share a row."""
+    """The table of runs on one federation. Runs that differ only in the seed share a row."""
     if not records:
         raise RecordError("there are no runs to make a table of.")
     if not isinstance(protocol, Protocol):
@@ -175,7 +178,7 @@ def grouped(records: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
 
 
 def _grouped(records: Sequence[RunRecord]) -> dict[str, dict[int, RunRecord]]:
-    """Runs by all of their configuration but the seed and where it ran; then by seed."""
+    """Runs by their configuration without the seed and `run`; then by seed."""
     groups: dict[str, dict[int, RunRecord]] = {}
     for record in records:
         group = groups.setdefault(_key(record, without=("seed", "run")), {})
@@ -189,7 +192,7 @@ def _grouped(records: Sequence[RunRecord]) -> dict[str, dict[int, RunRecord]]:
 
 
 def _labels(groups: Mapping[str, Mapping[int, RunRecord]]) -> dict[str, str]:
-    """Each group's method and, where a method occurs more than once, the settings that tell its groups apart."""
+    """Each group's method and, where a method occurs more than once, the settings in which its groups differ."""
     first = {key: next(iter(group.values())) for key, group in groups.items()}
     settings_of = {key: flat(json.loads(_key(record, without=("seed", "run")))) for key, record in first.items()}
     labels = {}
@@ -202,7 +205,7 @@ def _labels(groups: Mapping[str, Mapping[int, RunRecord]]) -> dict[str, str]:
 
 
 def _written(value: object) -> str:
-    """A setting's value as a user writes it.
+    """The value of a setting as a user writes it.
 
     >>> _written(["cpn", "gh"]), _written(True), _written(0.5)
     ('[cpn, gh]', 'true', '0.5')
@@ -215,7 +218,7 @@ def _written(value: object) -> str:
 def _alone(
     key: str, groups: Mapping[str, Mapping[int, RunRecord]], outcomes: Mapping[str, list[Outcome]]
 ) -> list[Outcome]:
-    """The runs of training alone that differ in nothing but the method."""
+    """The runs of training alone that differ only in the method."""
     mine = _key(next(iter(groups[key].values())), _APART)
     firsts = {other: next(iter(group.values())) for other, group in groups.items()}
     alike = [k for k, record in firsts.items() if record.method == LOCAL and _key(record, _APART) == mine]
@@ -223,11 +226,11 @@ def _alone(
 
 
 def _key(record: RunRecord, without: Sequence[str]) -> str:
-    settings = {name: value for name, value in plain(spelled(record.config)).items() if name not in without}
+    settings = {name: value for name, value in plain(comparable(record.config)).items() if name not in without}
     return json.dumps(settings, sort_keys=True, default=str)
 
 
-# --- rows and what is said under them --------------------------------------------------------------------------------
+# --- rows and the notes under them -----------------------------------------------------------------------------------
 
 
 def _row(label: str, records: Sequence[RunRecord], outcomes: Sequence[Outcome], better: Gain | None) -> Row:
@@ -242,7 +245,7 @@ def _row(label: str, records: Sequence[RunRecord], outcomes: Sequence[Outcome], 
                 figures[name] = figure([run[round((len(run) - 1) * share / 100)] for run in ranked])
         for name, of_clients in {"balanced accuracy": "balanced", "macro F1": "f1"}.items():
             values = [list(getattr(each, of_clients).values()) for each in outcomes]
-            if all(values):  # counts a class are kept of the best and the last round alone
+            if all(values):  # only the best and the last round have counts per class
                 figures[name] = figure([sum(run) / len(run) for run in values])
     if better is not None:
         figures[GAIN] = better.mean if records[0].method != LOCAL else Figure(0.0, None)
@@ -252,7 +255,7 @@ def _row(label: str, records: Sequence[RunRecord], outcomes: Sequence[Outcome], 
 
 
 def _unfinished(record: RunRecord) -> list[str]:
-    """Why this run's figures are not its last word; a diverged one's outcome says so itself."""
+    """Why this run's figures are not final. The outcome of a diverged run says so itself."""
     if record.status in ("finished", "diverged"):
         return []
     state = "stopped or still running" if record.status == "running" else record.status
@@ -260,7 +263,7 @@ def _unfinished(record: RunRecord) -> list[str]:
 
 
 def _failures(record: RunRecord) -> list[str]:
-    """How often clients gave nothing back, and why."""
+    """How often clients failed, and the most frequent reason."""
     reasons = [reason for entry in record.rounds for reason in entry.failed.values()]
     if not reasons:
         return []
@@ -269,7 +272,7 @@ def _failures(record: RunRecord) -> list[str]:
 
 
 def _differences(records: Sequence[RunRecord]) -> list[str]:
-    """What differs between the runs beside the method and the seed: they are not strictly comparable then."""
+    """The settings beside method and seed in which the runs differ: then they are not strictly comparable."""
     settings = [flat(json.loads(_key(record, _APART))) for record in records]
     paths = dict.fromkeys(path for each in settings for path in each)
     odd = [path for path in paths if len({json.dumps(each.get(path)) for each in settings}) > 1]

@@ -1,0 +1,85 @@
+"""What commands print, and how errors are shown."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from fedprism.errors import FedprismError
+
+if TYPE_CHECKING:
+    from fedprism.inspection.clients import ClientTable
+    from fedprism.report.formats import Grid
+    from fedprism.report.table import Table
+
+
+def stdout() -> Console:
+    return Console()
+
+
+def stderr() -> Console:
+    return Console(stderr=True)
+
+
+def print_message(text: str, style: str) -> None:
+    """A line on stderr."""
+    stderr().print(Text(text, style=style), soft_wrap=True)
+
+
+def print_next_steps(*hints: tuple[str, str]) -> None:
+    """Where to look now: what, and the path or command."""
+    out = stdout()
+    out.print()
+    for what, where in hints:
+        out.print(Text.assemble((f"{what}: ", "dim"), where), soft_wrap=True)
+
+
+def print_table(table: Table | Grid | ClientTable) -> None:
+    """As wide as the terminal allows; in a file or a pipe as wide as it is."""
+    out = stdout()
+    if out.is_terminal:
+        out.print(table)
+    else:
+        typer.echo(str(table))
+
+
+@contextmanager
+def user_errors(interrupted: str = "", begun: Path | None = None) -> Iterator[None]:
+    """Print errors, interruptions and warnings as one message each, without a traceback.
+
+    `interrupted` says how to go on after an interruption. If `begun` does not exist, there is nothing to go on with.
+    """
+
+    def warn(message: Warning | str, *_: Any, **__: Any) -> None:
+        print_message(f"warning: {message}", "yellow")
+
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = warn
+            yield
+    except FedprismError as error:
+        print_message(f"error: {error}", "red")
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        nothing = begun is not None and not begun.exists()
+        print_message("stopped. Nothing was begun." if nothing else f"stopped. {interrupted}".strip(), "yellow")
+        raise typer.Exit(130) from None
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Show on a terminal that PyTorch is being loaded, which takes seconds."""
+    console = stderr()
+    if console.is_terminal and "torch" not in sys.modules:
+        with console.status("loading PyTorch …"):
+            yield
+    else:
+        yield

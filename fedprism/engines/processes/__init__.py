@@ -1,0 +1,1 @@
+"""The engine for all cores of one machine: a pool of worker processes."""

@@ -1,0 +1,1 @@
+"""What datasets and federations look like: lists, tables, plots and pictures."""

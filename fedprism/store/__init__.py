@@ -1,0 +1,1 @@
+"""Client states in memory or on disk, and how a state is serialised."""
