@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -64,9 +64,9 @@ SIX = {
 }
 
 
-def by_method(names: Iterable[str] = METHODS) -> list[Any]:
-    """Parameters of a test over methods: six by default, all others in `make test-slow`."""
-    return [pytest.param(name, marks=() if name in SIX else pytest.mark.slow) for name in names]
+def by_method(names: Iterable[str] = METHODS, default: Collection[str] = SIX) -> list[Any]:
+    """Parameters of a test over methods: six (or those of `default`) in `make test`, the others in `make test-slow`."""
+    return [pytest.param(name, marks=() if name in default else pytest.mark.slow) for name in names]
 
 
 CPU = torch.device("cpu")

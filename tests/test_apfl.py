@@ -19,6 +19,8 @@ from fedprism.round.client import Job, client_receive, make_info, open_slot
 from fedprism.round.training import model_inputs
 from tests.harness import MLP, TURNED, Trained, config_of, part, same, train
 
+pytestmark = pytest.mark.slow
+
 
 def alphas(run: Trained) -> list[float]:
     return [float(state["own.alpha"]) for state in run.states.values()]

@@ -25,6 +25,8 @@ from fedprism.records import Protocol, RunDirectory, outcome, read_run
 from fedprism.round.client import make_info
 from fedprism.round.events import Snapshot
 
+pytestmark = pytest.mark.full
+
 SMALL = ["train.epochs=1", "run.checkpoint_every=2"]
 
 
@@ -48,6 +50,7 @@ def test_the_models_predict_what_the_table_says(run: fp.Run, three: fp.Federatio
         assert accuracy == pytest.approx(figures.accuracy[name], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_adapted_models_predict_what_the_table_says(three: fp.Federation, tmp_path: Path) -> None:
     """Of methods that are tested after an adaptation, too; with the federation at hand and with it made again."""
     adapting = [name for name, method in METHODS.items() if method.moment == "adapted"]

@@ -29,6 +29,8 @@ from fedprism.cli import app
 from fedprism.errors import FedprismError
 from fedprism.methods import METHODS
 
+pytestmark = pytest.mark.full
+
 CPU = torch.device("cpu")
 FEW = ("--device", "cpu", "--samples", "4", "--rounds", "1")
 TINY = (*FEW, "--engines", "serial,inprocess", "--quick")
@@ -123,6 +125,7 @@ class Counting:
         self.said.append(f"{self.name} closed")
 
 
+@pytest.mark.slow
 def test_contenders_take_turns_after_a_round_that_does_not_count() -> None:
     said: list[str] = []
     two = Counting("a", said, 0.1), Counting("b", said, 0.05)
@@ -148,6 +151,7 @@ def test_on_a_gpu_each_has_finished_before_the_next_is_made(monkeypatch: pytest.
     assert found.results[1]["largest_difference"] == 0.5
 
 
+@pytest.mark.slow
 def test_a_slow_one_sits_out_and_one_that_fails_is_left_out_and_closed() -> None:
     said: list[str] = []
     slow, quick = Counting("a", said, seconds=9.0), Counting("b", said)
@@ -188,6 +192,7 @@ class Odd(Counting):
         return odd[self.name]
 
 
+@pytest.mark.slow
 def test_weights_that_cannot_be_compared_leave_one_out_and_closed() -> None:
     """With nothing to compare it is measured all the same, even as the first one."""
     said: list[str] = []
@@ -272,6 +277,7 @@ def test_memory_where_the_system_tells_no_shares(monkeypatch: pytest.MonkeyPatch
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_results_have_their_schema(measured: Path) -> None:
     stored = json.loads(measured.read_text())
     assert stored["format"] == 2
@@ -381,6 +387,7 @@ def test_a_folder_goes_on_with_the_newest_file_of_this_machine(measured: Path, t
     assert place(tmp_path / "one.json", CPU, quick=True) == tmp_path / "one.json"
 
 
+@pytest.mark.slow
 def test_a_row_is_on_disk_before_the_next_begins(tmp_path: Path) -> None:
     """Killed in the second row: the first one stays, and is not measured again."""
     path = tmp_path / "killed.json"

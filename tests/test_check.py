@@ -26,6 +26,8 @@ from fedprism.errors import ConfigError
 from fedprism.methods import leaves
 from fedprism.methods.base import Arch, Client, Context, Draw, Info, Method, Net, Output, Pass, State, Upload, load
 
+pytestmark = pytest.mark.full
+
 MLP = {"model": {"name": "mlp", "hidden": [32]}}  # quick; `lenet-bn` where batch norm matters
 Box = dict[Any, Any]  # what a method must not have: a place on itself that outlives a call
 

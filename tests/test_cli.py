@@ -24,6 +24,8 @@ from fedprism.config import Config, structure
 from fedprism.methods import METHODS
 from fedprism.records import RunDirectory, read_run
 
+pytestmark = pytest.mark.full
+
 EXAMPLE = Path(__file__).parent.parent / "examples" / "digits-skew.yaml"
 COMMANDS = ("demo", "run", "compare", "resume", "show", "list", "explain", "check", "bench")
 IDEAS = ["global", "fine-tuning", "split", "two models", "regularised", "prototypes", "distillation", "mixture"]

@@ -35,6 +35,8 @@ from fedprism.federation.sheet import HEAD
 from fedprism.inspection import datasets
 from fedprism.inspection.clients import MOST_CLIENTS, ClientTable, inspect_federation
 
+pytestmark = pytest.mark.full
+
 COMMANDS = ("list", "prepare", "inspect")
 DATA = os.environ.get("FEDPRISM_DATA")
 

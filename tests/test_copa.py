@@ -24,6 +24,8 @@ from fedprism.round.engine import Result
 from fedprism.round.training import model_inputs
 from tests.harness import Trained, assert_differ, config_of, loop_for, part, same, train
 
+pytestmark = pytest.mark.slow
+
 DEEP = {"name": "lenet-bn", "head_layers": 2}  # with batch norm in the head
 
 

@@ -32,6 +32,8 @@ from fedprism.methods.base import Client, Context, Method, Pass
 from fedprism.models.alexnet_bn import AlexNetBN
 from tests.harness import CPU, PARTS_OF_TENSORS, THREE_ROUNDS, by_method, compiled_and_plain, engine_run, three_sizes
 
+pytestmark = pytest.mark.full
+
 DATA, TRAIN = THREE_ROUNDS["data"], THREE_ROUNDS["train"]
 
 
@@ -55,7 +57,7 @@ def compiling(config: Config) -> Config:
 # --- traced steps ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", by_method())
+@pytest.mark.parametrize("method", by_method(default=("fedavg", "fedcp", "fedfomo")))
 @pytest.mark.usefixtures("graphs")
 def test_a_traced_step_computes_the_same_to_rounding(method: str, unequal: Federation) -> None:
     """The graph that would be compiled, run as it is: convolutions as products and batch norm written out included."""
@@ -76,6 +78,7 @@ def test_a_traced_step_computes_the_same_to_rounding(method: str, unequal: Feder
             assert torch.allclose(tensor, other[name], rtol=1e-9, atol=1e-9), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"momentum": 0.9, "weight_decay": 1e-3}, {"name": "adam", "lr": 1e-3}])
 @pytest.mark.usefixtures("graphs")
 def test_the_traced_update_is_the_optimisers(settings: dict[str, Any], unequal: Federation) -> None:
@@ -92,6 +95,7 @@ def test_the_traced_update_is_the_optimisers(settings: dict[str, Any], unequal: 
         assert torch.allclose(tensor, two.server[name], rtol=1e-8, atol=1e-8), name
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("graphs")
 def test_a_step_is_compiled_for_each_architecture(unequal: Federation) -> None:
     models = ["lenet-bn", {"name": "mlp", "hidden": [16]}, {"name": "mlp", "hidden": [24]}]
@@ -119,6 +123,7 @@ class LogsTwice(Method):
         return loss
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("graphs")
 def test_what_compiled_steps_log_is_counted_for_each_pass(unequal: Federation) -> None:
     config = structure({**THREE_ROUNDS, "train": {**TRAIN, "rounds": 2}}, Config)
@@ -132,6 +137,7 @@ def test_what_compiled_steps_log_is_counted_for_each_pass(unequal: Federation) -
 # --- in a traced graph -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_compiler_gets_no_sum_of_two_products(unequal: Federation, graphs: list[torch.fx.GraphModule]) -> None:
     """FediOS scores a batch three times with one head; of products over a small batch it could not make such a sum."""
     raw = {**THREE_ROUNDS, "train": {**TRAIN, "rounds": 1}, "run": {"slots": 1}}

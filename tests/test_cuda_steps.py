@@ -30,6 +30,8 @@ from fedprism.round.events import RoundRecord
 from fedprism.round.loop import make_loop
 from tests.harness import CPU, THREE_ROUNDS, Collect, by_method, engine_run, same, three_sizes
 
+pytestmark = pytest.mark.full
+
 DATA, TRAIN = THREE_ROUNDS["data"], THREE_ROUNDS["train"]
 
 
@@ -50,7 +52,7 @@ def out_of_memory(*given: Any) -> Any:
 # --- the bits of the reference ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", by_method())
+@pytest.mark.parametrize("method", by_method(default=("fedavg", "fedcp", "fedfomo")))
 def test_every_method_gives_the_bits_of_the_reference(method: str, unequal: Federation) -> None:
     config = structure({**THREE_ROUNDS, "train": {**TRAIN, "rounds": 2}}, Config)
     one, seen = engine_run(InProcess, METHODS[method](), config, unequal)
@@ -68,10 +70,13 @@ def test_every_method_gives_the_bits_of_the_reference(method: str, unequal: Fede
     [
         {"data": {**DATA, "augment": ["flip", {"name": "rotate"}, "crop"]}},
         {"train": {**TRAIN, "optimizer": {"name": "adam", "lr": 1e-3}, "schedule": "cosine", "clip": 1.0}},
-        {"train": {**TRAIN, "optimizer": {"momentum": 0.9, "weight_decay": 1e-3}, "last_batch": "drop"}},
+        pytest.param(
+            {"train": {**TRAIN, "optimizer": {"momentum": 0.9, "weight_decay": 1e-3}, "last_batch": "drop"}},
+            marks=pytest.mark.slow,
+        ),
         {"run": {"memory_format": "channels_last", "precision": "bf16"}},
-        {"model": {"per_client": ["lenet-bn", "mlp", "cnn4"]}, "method": "local"},
-        {"clients": {"participation": 0.6, "dropout": 0.3}},
+        pytest.param({"model": {"per_client": ["lenet-bn", "mlp", "cnn4"]}, "method": "local"}, marks=pytest.mark.slow),
+        pytest.param({"clients": {"participation": 0.6, "dropout": 0.3}}, marks=pytest.mark.slow),
     ],
     ids=["augment", "adam", "momentum", "bf16", "mixed", "partial"],
 )
@@ -160,6 +165,7 @@ def test_out_of_memory_halves_the_slots_and_goes_on(unequal: Federation, monkeyp
     assert all(same(one.states[client_id], two.states[client_id]) for client_id in unequal.names)
 
 
+@pytest.mark.slow
 def test_the_engine_releases_memory_for_the_server(unequal: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
     """The aggregation needs memory that slots took: half of them go, and the bits stay the same."""
     config = structure({**THREE_ROUNDS, "run": {"slots": 3}}, Config)
@@ -225,6 +231,7 @@ def test_one_client_that_does_not_fit_is_an_error(unequal: Federation, monkeypat
         engine_run(CudaGraphs, METHODS["fedbn"](), structure({**THREE_ROUNDS, "run": {"slots": 1}}, Config), unequal)
 
 
+@pytest.mark.slow
 def test_states_that_do_not_fit_are_kept_on_the_host(unequal: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_engine, "SHARE", 0.0)
     config = structure({**THREE_ROUNDS, "clients": {"participation": 0.5}}, Config)
@@ -234,6 +241,7 @@ def test_states_that_do_not_fit_are_kept_on_the_host(unequal: Federation, monkey
     assert all(same(one.states[client_id], two.states[client_id]) for client_id in unequal.names)
 
 
+@pytest.mark.slow
 def test_states_that_are_only_received_are_parked_too(unequal: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_engine, "SHARE", 0.0)
     config = structure({**THREE_ROUNDS, "clients": {"participation": 0.3}}, Config)
@@ -332,6 +340,7 @@ class Several(Method):
         ]
 
 
+@pytest.mark.slow
 def test_a_pass_over_public_images_and_one_with_its_own_batch_size_are_captured() -> None:
     config = structure({**THREE_ROUNDS, "data": {**DATA, "public": 30}}, Config)
     federation = build_federation(config.data, 0)
@@ -387,6 +396,7 @@ class Looks(Method):
         client.log("seen", client.model(ctx.local.train.x[:8].float() / 255))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [Weighted(), Growing(), Looks()])
 def test_what_a_capture_depends_on(method: Method, unequal: Federation) -> None:
     config = structure({**THREE_ROUNDS, "model": "lenet-bn"}, Config)

@@ -215,6 +215,7 @@ def test_domains_are_chosen_and_ordered(tmp_path: Path) -> None:
         read(tmp_path, "uspss")
 
 
+@pytest.mark.slow
 def test_a_stand_in_for_synth_digits_is_drawn_where_it_is_asked_for(tmp_path: Path) -> None:
     write_usps(tmp_path)
     dataset = read(tmp_path, "usps", "synth-digits-like", image_size=16)

@@ -26,6 +26,8 @@ from fedprism.data.download import Checksums, byte_bar, digest, fetch
 from fedprism.errors import DataError
 from tests.download_server import DATA, FILES, Server, md5, sha256, tar_of, tree, zip_of
 
+pytestmark = pytest.mark.full
+
 NOISE = random.Random(0).randbytes(9000)  # cannot be compressed
 
 

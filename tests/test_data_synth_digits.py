@@ -14,6 +14,8 @@ from fedprism.data import synth_digits as module
 from fedprism.data.synth_digits import synth_digits_like
 from fedprism.errors import ConfigError, DataError
 
+pytestmark = pytest.mark.full
+
 
 @cache
 def drawn(side: int = 32, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -303,7 +303,7 @@ def test_every_promise_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FAST_METHODS else pytest.mark.full) for name in METHODS]
+    "name", [pytest.param(name, marks=() if name in FAST_METHODS else pytest.mark.slow) for name in METHODS]
 )
 def test_method_page_counts_bytes_and_names_logs_as_a_run_does(name: str) -> None:
     text = " ".join(text_of(DOCS / "methods" / f"{name}.md").split())

@@ -34,6 +34,8 @@ from fedprism.round.loop import Loop
 from fedprism.round.training import model_inputs
 from tests.harness import CPU, Collect, loop_for, same
 
+pytestmark = pytest.mark.full
+
 PAIR = ("online", "offline")
 WHO = ("none", *PAIR, "both")
 ARCH = Arch("lenet-bn", 10, (3, 16, 16), 2)
@@ -150,6 +152,7 @@ def test_without_transfers_it_is_fedbn_beside_local(sections: dict[str, Any], un
     assert not any(heads(state) for state in [*both.spy.downloads.values(), *both.spy.uploads.values()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("intra", "inter"), product(WHO, WHO))
 def test_each_transfer_changes_the_model_that_it_names(
     intra: Any, inter: Any, alone: dict[str, Trained], tiny: Federation

@@ -23,6 +23,8 @@ from fedprism.round.client import Job, client_round, open_slot
 from fedprism.round.engine import Result
 from tests.harness import MLP, Trained, config_of, cut, loop_for, same, train
 
+pytestmark = pytest.mark.slow
+
 HUGE = 1e300
 
 

@@ -23,6 +23,8 @@ from fedprism.round.client import Job, client_evaluate, client_round, open_slot
 from fedprism.round.loop import Loop
 from tests.harness import Collect, changed, loop_for, same, tuned
 
+pytestmark = pytest.mark.slow
+
 ROUNDS = 2
 TWO = {"name": "lenet-bn", "head_layers": 2}  # batch norm in the head too
 

@@ -28,6 +28,8 @@ from fedprism.round.loop import Loop
 from fedprism.round.training import model_inputs
 from tests.harness import Collect, loop_for, same
 
+pytestmark = pytest.mark.full
+
 TABLE_1 = [
     (),
     ("cs",),

@@ -19,6 +19,8 @@ from fedprism.round.client import Job, open_slot
 from fedprism.round.loop import Loop
 from tests.harness import MLP, config_of, loop_for, part, same, train
 
+pytestmark = pytest.mark.slow
+
 AVERAGES: list[Any] = ["probabilities", "logits"]
 
 

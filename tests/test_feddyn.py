@@ -21,6 +21,8 @@ from fedprism.methods.fedprox import FedProx
 from fedprism.round.client import Job, open_slot
 from tests.harness import MLP, Slope, Trained, config_of, engine_run, loop_for, pixels, same, train
 
+pytestmark = pytest.mark.slow
+
 
 def network(state: State) -> State:
     return {name: tensor for name, tensor in state.items() if name.startswith(("body.", "head."))}

@@ -22,6 +22,8 @@ from fedprism.round.training import model_inputs
 from tests.harness import MLP, Trained, config_of, cut, loop_for, reference, same, scores_of, train
 from tests.reference import fedfomo
 
+pytestmark = pytest.mark.full
+
 
 def network(state: State) -> State:
     """A client's model, without what it began its last training with and whom it likes."""

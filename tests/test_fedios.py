@@ -28,6 +28,8 @@ from fedprism.round.loop import Loop, draw_cohort
 from fedprism.round.training import model_inputs
 from tests.harness import Collect, cut, loop_for, same
 
+pytestmark = pytest.mark.full
+
 MLP = {"name": "mlp", "hidden": [32, 24]}
 NAMES = ("north", "east", "south")
 WIDTH, CLASSES, SHAPE = 24, 10, (3, 16, 16)

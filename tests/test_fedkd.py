@@ -26,6 +26,8 @@ from fedprism.round.events import Snapshot
 from fedprism.store.serialize import size
 from tests.harness import CPU, MLP, Trained, config_of, cut, loop_for, part, same, train
 
+pytestmark = pytest.mark.slow
+
 HALF: dict[str, Any] = {"T_start": 0.5, "T_end": 0.6}
 
 

@@ -24,6 +24,8 @@ from fedprism.round.engine import Result
 from fedprism.round.training import model_inputs
 from tests.harness import Trained, config_of, loop_for, part, same, train
 
+pytestmark = pytest.mark.slow
+
 TRANSFERS = ["mmd", "mmd-scaled", "soft-labels"]
 FEW = {"participation": 0.67}  # two of three clients per round
 

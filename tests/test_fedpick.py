@@ -29,6 +29,8 @@ from fedprism.round.noise import Noise, keyed_draw
 from fedprism.round.training import model_inputs
 from tests.harness import BESIDE, Collect, batches, loop_for, same
 
+pytestmark = pytest.mark.full
+
 UNIFORM = {"weighting": "uniform"}
 PARTS = ("net.body", "net.head", "mask", "relevant", "irrelevant")
 OFF = {"lam_lce": 0.0, "lam_ent": 0.0, "lam_dis": 0.0}

@@ -32,6 +32,8 @@ from fedprism.store.serialize import size
 from tests.harness import RUN, Collect, killed, loop_for, same
 from tests.reference.fedsce import updated
 
+pytestmark = pytest.mark.full
+
 MLP = {"name": "mlp", "hidden": [24, 16]}
 SMALL = {"name": "mlp", "hidden": [8]}
 NARROW = {"name": "resnet18", "width": 8}
@@ -146,6 +148,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [FedSCE(without=("lsl", "dml", "ce")), FedSCE(mu=0.0, without=("dml",)), FedSCE(without=("lsl", "dml"))],

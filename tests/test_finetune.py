@@ -18,6 +18,8 @@ from fedprism.round.loop import Loop
 from fedprism.schedules import learning_rate
 from tests.harness import Collect, changed, loop_for, same, tuned
 
+pytestmark = pytest.mark.slow
+
 ROUNDS = 2
 BOTH = ("received", "adapted")
 

@@ -23,6 +23,8 @@ from fedprism.round.loop import Loop
 from fedprism.round.training import model_inputs
 from tests.harness import Collect, cut, loop_for, same
 
+pytestmark = pytest.mark.slow
+
 SMALL = {"name": "mlp", "hidden": [8]}
 THREE = [{"name": "mlp", "hidden": [16]}, "lenet-bn", {"name": "resnet18", "width": 4}]
 

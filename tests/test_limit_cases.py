@@ -51,6 +51,8 @@ from tests.harness import (
     train,
 )
 
+pytestmark = pytest.mark.slow
+
 # --- one method at its edge is another -------------------------------------------------------------------------------
 
 

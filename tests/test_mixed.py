@@ -40,6 +40,8 @@ from fedprism.round.events import Callback, RoundRecord, Snapshot
 from fedprism.store.serialize import size
 from tests.harness import CPU, by_method, loop_for, same, same_result
 
+pytestmark = pytest.mark.full
+
 # 16, 64 and 32 features of their own; a multilayer perceptron without batch norm, and two networks with it.
 MLP, LENET, RESNET = {"name": "mlp", "hidden": [16]}, "lenet-bn", {"name": "resnet18", "width": 4}
 SMALL: list[Any] = [MLP, LENET, RESNET]
@@ -288,6 +290,7 @@ def test_a_comparison_is_refused_before_it_trains(tmp_path: Path) -> None:
 # --- real runs -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "per_client"),
     [("local", SMALL), ("fedproto", SMALL), (LG, ONE_HEAD), ("fedsce", SMALL)],

@@ -87,6 +87,7 @@ def test_a_model_without_storage_has_the_leaves_of_the_real_one() -> None:
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("side", [16, 28, 32])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_cut_gives_features_and_scores(name: str, side: int) -> None:
@@ -412,6 +413,7 @@ def test_pooling_is_pytorchs(width: int, features: int) -> None:
     torch.testing.assert_close(torch.autograd.grad(ours.square().sum(), x)[0], gradient)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", ["pool", "linear"])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_model_is_brought_to_any_width(name: str, adapter: str) -> None:

@@ -27,6 +27,8 @@ from fedprism.models.adapter import Pool2d
 from fedprism.round.events import Callback, RoundRecord, Snapshot
 from tests.harness import Collect, loop_for, same
 
+pytestmark = pytest.mark.full
+
 CLASSES = 10
 
 

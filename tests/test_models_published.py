@@ -20,6 +20,8 @@ from fedprism.models.conv import Biased
 from fedprism.round.events import RoundRecord
 from tests.harness import Collect, by_method, loop_for, same
 
+pytestmark = pytest.mark.full
+
 LENGTH, WORDS, CLASSES = 12, 40, 4
 ALEXNET_CONVOLUTIONS = [(3, 64, 11), (64, 192, 5), (192, 384, 3), (384, 256, 3), (256, 256, 3)]
 

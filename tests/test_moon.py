@@ -25,6 +25,8 @@ from fedprism.round.engine import Result
 from fedprism.round.training import model_inputs
 from tests.harness import Trained, config_of, part, same, train
 
+pytestmark = pytest.mark.slow
+
 FEW = {"participation": 0.67}  # two of three clients per round
 
 

@@ -20,6 +20,8 @@ from fedprism.round.engine import Result
 from fedprism.round.loop import Loop
 from tests.harness import by_method, loop_for, same
 
+pytestmark = pytest.mark.full
+
 NEW = "new"
 ROUNDS = 2  # that are over when somebody new comes
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -185,6 +185,7 @@ PAIRS: list[tuple[Method, Method, str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "other", "prefix", "sections"), PAIRS)
 def test_images_change_alike_for_a_method_and_what_it_becomes_at_its_edge(
     method: Method, other: Method, prefix: str, sections: dict[str, Any], tiny: Federation

@@ -26,6 +26,8 @@ from fedprism.round.training import model_inputs
 from tests.harness import MLP, assert_differ, assert_same, config_of, engine_run, same, train
 from tests.harness import cut as cut_clients
 
+pytestmark = pytest.mark.slow
+
 HF: dict[str, Any] = {"variant": "hessian-free"}
 
 

@@ -18,6 +18,8 @@ from fedprism.round.engine import Result
 from fedprism.round.training import model_inputs
 from tests.harness import MLP, config_of, cut, loop_for, part, same, train
 
+pytestmark = pytest.mark.slow
+
 ONE_STEP: dict[str, Any] = {"rounds": 1, "batch_size": 64}  # each client of `tiny` has 40 images
 
 

@@ -22,6 +22,8 @@ from fedprism.round.noise import keyed_draw
 from fedprism.round.training import model_inputs
 from tests.harness import BESIDE, Collect, loop_for, same
 
+pytestmark = pytest.mark.slow
+
 TWO = {"name": "lenet-bn", "head_layers": 2}  # batch norm in the head, too
 
 

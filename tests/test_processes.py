@@ -49,7 +49,7 @@ from fedprism.round.loop import Loop
 from fedprism.store.serialize import size
 from tests.harness import CPU, Collect, by_method, cut, loop_for, same
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="worker processes need Linux or macOS")
+pytestmark = [pytest.mark.skipif(os.name != "posix", reason="worker processes need Linux or macOS"), pytest.mark.full]
 
 CUDA = torch.device("cuda")
 EVERYTHING = {
@@ -128,6 +128,7 @@ def test_the_bits_of_inprocess(name: str, unequal: Federation, spare: Pool) -> N
         assert_same(run(method, config, unequal, engine), reference)
 
 
+@pytest.mark.slow
 def test_the_bits_of_mixed_architectures(tiny: Federation, spare: Pool) -> None:
     raw = {"model": {"per_client": ["lenet-bn", "mlp", {"name": "lenet-bn", "head_layers": 2}]}}
     config = structure({**EVERYTHING, **raw, "run": {"memory_format": "channels_last"}}, Config)
@@ -415,6 +416,7 @@ def open_files() -> int:
     return len(os.listdir("/dev/fd"))
 
 
+@pytest.mark.slow
 def test_a_run_leaves_nothing_behind(tiny: Federation, tmp_path: Path) -> None:
     """Through the front door: the same metrics, byte for byte, as many open files as before, and no process."""
     settings = ["train.batch_size=16", "run.device=cpu"]
@@ -619,6 +621,7 @@ class Leaves(fp.FedAvg):
         print("and a part of one", end="")
 
 
+@pytest.mark.slow
 def test_what_a_method_leaves_does_not_keep_its_worker(
     tiny: Federation, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -643,6 +646,7 @@ def output(*command: str, **more: Any) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_method_of_the_script_itself(tmp_path: Path) -> None:
     """A worker would have to run the whole script: this is said before any is started."""
     (tmp_path / "open.py").write_text(OWN + program("Halved()"))

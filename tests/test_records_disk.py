@@ -16,6 +16,8 @@ from fedprism.records import RunDirectory, read_run
 from fedprism.round.events import Callback, RoundRecord, Snapshot
 from tests.toy_records import CLIENTS, checkpoints, results, toy_config, toy_plan, toy_rounds, toy_run
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parent.parent
 
 # Runs with a limit on the size of files; what the user would read goes to stdout.

@@ -26,6 +26,8 @@ import fedprism.store.clients
 from fedprism.records import read_run
 from tests.toy_records import checkpoints, results, toy_config, toy_run
 
+pytestmark = pytest.mark.full
+
 WATCHED = (str(Path(fedprism.records.__file__).parent), fedprism.store.clients.__file__)
 ROOT = Path(__file__).parent.parent
 
@@ -137,9 +139,9 @@ def run_driver(work: Path, *arguments: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("how", "state", "points", "twice"),
     [
-        ("steps", "memory", 32, 3),
+        pytest.param("steps", "memory", 32, 3, marks=pytest.mark.slow),
         ("operations", "memory", 32, 3),
-        ("operations", "disk", 32, 3),
+        pytest.param("operations", "disk", 32, 3, marks=pytest.mark.slow),
         pytest.param("steps", "memory", 1500, 2, marks=pytest.mark.slow),
         pytest.param("operations", "memory", 0, 2, marks=pytest.mark.slow),
         pytest.param("steps", "disk", 1500, 2, marks=pytest.mark.slow),
@@ -154,6 +156,7 @@ def test_killed_anywhere_and_resumed_is_the_run_never_killed(
     assert set(done["left"]) >= {-1, 0, 1, 4, 8}  # from before there was a run to after its last round
 
 
+@pytest.mark.slow
 def test_killed_from_outside(tmp_path: Path) -> None:
     """No help from inside: a run in a process of its own is killed whenever it happens to have written some rounds."""
     rounds = 400

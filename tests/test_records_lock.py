@@ -14,6 +14,8 @@ from fedprism.errors import RecordError
 from fedprism.records import RunDirectory, read_run, run_status
 from tests.toy_records import results, toy_config, toy_run
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parent.parent
 
 # Keeps the lock until it is asked to go on, then writes the whole run.

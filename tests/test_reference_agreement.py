@@ -23,7 +23,10 @@ from fedprism.models import MODELS
 from fedprism.round.loop import Loop, draw_cohort
 from tests.harness import CLOSE, FAR, SIX, Collect, Smooth, by_method, cut, loop_for, module_of, reference, scores_of
 
-pytestmark = pytest.mark.no_cover  # captured steps run every method, too, and there lines are counted
+pytestmark = [
+    pytest.mark.no_cover,
+    pytest.mark.full,
+]  # captured steps run every method, too, and there lines are counted
 NETWORKS: dict[str, dict[str, Any]] = {
     "plain": {"name": "smooth", "norm": False},
     "norm": {"name": "smooth"},

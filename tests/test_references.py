@@ -30,6 +30,8 @@ from tests.reference import (
 )
 from tests.reference.common import Scorer, Setup, get, leaves, norm_leaves
 
+pytestmark = pytest.mark.slow
+
 CLASSES, SHAPE, SIZES = 3, (1, 6, 6), (24, 15, 9)
 RUNS: dict[str, Callable[[Setup], list[Scorer]]] = {
     "local": local.run,

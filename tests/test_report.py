@@ -33,6 +33,8 @@ from fedprism.report.html import Pictures, page, write_page
 from fedprism.report.table import Table, grouped, table
 from fedprism.round.events import Plan, RoundRecord, Score, Snapshot
 
+pytestmark = pytest.mark.full
+
 Percent = dict[str, int]  # client -> right of 100
 
 

@@ -12,6 +12,8 @@ from fedprism.config import Config, dump, read, structure
 from fedprism.records import RunDirectory
 from tests.harness import RUN, killed, same
 
+pytestmark = pytest.mark.full
+
 RESUME = "import sys, fedprism as fp; fp.resume(sys.argv[1])"
 ROUNDS = 14
 AUGMENT = {"fedbn": ["flip", {"name": "rotate", "degrees": 30}]}  # as FedBN's own experiments have it

@@ -40,6 +40,8 @@ from tests.harness import (
 )
 from tests.reference import common
 
+pytestmark = pytest.mark.full
+
 STEPS: dict[str, dict[str, Any]] = {
     "momentum": {"optimizer": "momentum", "lr": 0.7, "momentum": 0.8},
     "adam": {"optimizer": "adam", "lr": 0.02, "betas": [0.8, 0.95], "tau": 0.002},

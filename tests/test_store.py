@@ -34,6 +34,8 @@ from fedprism.store.clients import ClientStore, DiskStore, Files, MemoryStore, c
 from tests.harness import CPU, RUN, by_method, killed, loop_for
 from tests.toy_records import CLIENTS, DAMAGE, checkpoints, identical, newest_file, results, toy_config, toy_run
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -139,6 +141,7 @@ def test_only_what_changed_is_written(tmp_path: Path) -> None:
     assert list(states["north"] or {}) == ["none", "count", "w"]
 
 
+@pytest.mark.slow
 def test_one_file_per_client_and_more_only_while_a_snapshot_has_them(tmp_path: Path) -> None:
     folder = tmp_path / "states"
     states = on_disk(folder)
@@ -449,6 +452,7 @@ def test_an_interrupted_round_changes_nothing_of_the_round_before(
             assert all(identical(a.clients[c] or {}, b.clients[c] or {}) for c in a.clients)
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_on_disk_is_the_straight_run(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     raw = settings(
