@@ -29,7 +29,7 @@ from fedprism.cli import app
 from fedprism.errors import FedprismError
 from fedprism.methods import METHODS
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 FEW = ("--device", "cpu", "--samples", "4", "--rounds", "1")

@@ -73,7 +73,7 @@ def variants() -> Iterator[Any]:
     for name in METHODS:
         for hyper in getattr(module_of(name), "VARIANTS", ()):
             words = ",".join(f"{k}={v}" for k, v in hyper.items())
-            yield pytest.param(name, hyper, id=f"{name}-{words}", marks=() if name in SIX else pytest.mark.slow)
+            yield pytest.param(name, hyper, id=f"{name}-{words}", marks=() if name == "fedcp" else pytest.mark.slow)
 
 
 def agreements() -> Iterator[Any]:

@@ -34,7 +34,7 @@ from fedprism.round.events import Callback, RoundRecord, Score, Snapshot
 from fedprism.store.clients import ClientStore, DiskStore, MemoryStore
 from tests.harness import CPU, loop_for, record
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "ten-thousand-clients.yaml"
