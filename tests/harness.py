@@ -425,6 +425,7 @@ def record(
         "parameters": dict.fromkeys(clients, 1234),
         "versions": {"fedprism": "0.1.0"},
         "machine": {"cpu": "abacus"},
+        "reveals": METHODS[method].reveals,
     }
     return RunRecord(structure(given, Config), info, tuple(entries), path=Path(f"{method}-{seed}"))
 

@@ -32,51 +32,9 @@ from fedprism.report.figures import Curve, curves, overview_figure, panels
 from fedprism.report.html import Pictures, page, write_page
 from fedprism.report.table import Table, grouped, table
 from fedprism.round.events import Plan, RoundRecord, Score, Snapshot
+from tests.harness import record
 
 pytestmark = pytest.mark.full
-
-Percent = dict[str, int]  # client -> right of 100
-
-
-def record(
-    method: str,
-    seed: int,
-    *rounds: Percent,
-    status: str = "finished",
-    config: dict[str, Any] | None = None,
-    **settings: Any,
-) -> RunRecord:
-    """A run that was tested on 100 images per client after each round; validation as the test."""
-    given = {"seed": seed, "method": {"name": method, **settings}, "train": {"rounds": len(rounds)}, **(config or {})}
-    clients = list(rounds[0])
-    entries = []
-    for number, percent in enumerate((dict.fromkeys(clients, 10), *rounds)):
-        scores = {client: Score(right, 100, 1.0) for client, right in percent.items()}
-        down = dict.fromkeys(clients, 0 if method == "local" else 2000)
-        up = dict.fromkeys(clients, 0 if method == "local" else 1000)
-        entries.append(
-            RoundRecord(
-                number,
-                tuple(clients),
-                down=down if number else {},
-                up=up if number else {},
-                scores={"received": {"validation": scores, "test": scores}},
-                seconds={"total": 0.5},
-            )
-        )
-    info = {
-        "status": status,
-        "method": method,
-        "moment": "received",
-        "clients": clients,
-        "samples": {client: [50, 10, 100] for client in clients},
-        "classes": ["0", "1"],
-        "parameters": dict.fromkeys(clients, 1234),
-        "versions": {"fedprism": "0.1.0"},
-        "machine": {"cpu": "abacus"},
-        "reveals": METHODS[method].reveals,
-    }
-    return RunRecord(structure(given, Config), info, tuple(entries), path=Path(f"{method}-{seed}"))
 
 
 @pytest.fixture
