@@ -35,9 +35,10 @@ from fedprism.config import Config, structure
 from fedprism.engines import EngineFactory
 from fedprism.engines.inprocess import InProcess
 from fedprism.federation import Federation, Split, build_federation
-from fedprism.methods import METHODS
+from fedprism.methods import METHODS, make
 from fedprism.methods.base import Method, State
 from fedprism.methods.leaves import tensors
+from fedprism.methods.server_optimizer import method_part
 from fedprism.methods.states import copy_of
 from fedprism.models.base import Block, Family
 from fedprism.records import RunDirectory, RunRecord
@@ -466,25 +467,43 @@ ORDER = [
 
 
 def fingerprint(run: Any, rename: Callable[[str], str] = lambda leaf: leaf) -> str:
-    """A hash of a run's decoded records and of its final server and client states.
+    """A hash of a run's decoded records, its last server state, and every client's model as it is before training.
 
-    `run` is a `fedprism.Run` or the path of a run directory. `rename` maps the name of a leaf to the name that it is
-    compared by, for a change that renames leaves. Timings are left out.
+    That model does not depend on which leaves a client stores. `run` is a `fedprism.Run` or the path of a run
+    directory. `rename` maps the name of a leaf to the name that it is compared by, for a change that renames leaves.
+    Timings are left out.
     """
     path = Path(getattr(run, "path", run))
     digest = hashlib.sha256()
     for line in (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         digest.update(json.dumps(json.loads(line), sort_keys=True).encode())
     with RunDirectory.open(path) as directory:
-        snapshot = directory.latest()
+        snapshot, config = directory.latest(), directory.config
     assert snapshot is not None, f"{path} has no checkpoint"
     digest.update(f"round {snapshot.round}".encode())
-    for owner, state in {"server": snapshot.server, **{f"client {c}": s for c, s in snapshot.clients.items()}}.items():
+    models = {f"client {client_id}": model for client_id, model in received_models(config, snapshot).items()}
+    for owner, state in {"server": snapshot.server, **models}.items():
         digest.update(owner.encode())
-        for leaf, tensor in sorted((rename(name), tensor) for name, tensor in (state or {}).items()):
+        for leaf, tensor in sorted((rename(name), tensor) for name, tensor in state.items()):
             digest.update(repr((leaf, str(tensor.dtype), tuple(tensor.shape))).encode())
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def received_models(config: Config, snapshot: Snapshot) -> dict[str, State]:
+    """Every client's model after it has received what the server would send next; where the method is tested after
+    training, also what the client has trained (`trained/LEAF`)."""
+    method, federation, found = make(config.method), build_federation(config.data, config.seed), {}
+    info = make_info(config, federation.names, federation.classes, federation.shape)
+    for client_id, state in snapshot.clients.items():
+        job = Job(method, config, info, federation.clients[client_id], snapshot.round, federation.public)
+        client = open_slot(job)
+        ctx = make_context(method, config, info, client.model, snapshot.round, client_id)
+        server = method_part(snapshot.server)
+        arrive(client, job, state, method.encode(method.send(server, client_id, ctx), ctx))
+        trained = {f"trained/{name}": tensor for name, tensor in (state or {}).items()}
+        found[client_id] = copy_of(tensors(client.model)) | (trained if method.moment == "trained" else {})
+    return found
 
 
 def fingerprints(more: Sequence[str] = ()) -> dict[str, str]:
