@@ -22,7 +22,7 @@ from fedprism.methods.base import Draw, Info, Method
 from fedprism.methods.base import load as load_state
 from fedprism.methods.server_optimizer import method_part
 from fedprism.records import RunDirectory, RunRecord
-from fedprism.round.client import Job, client_adapt, client_receive, make_context, make_info
+from fedprism.round.client import Job, client_model, make_context, make_info
 from fedprism.round.events import Snapshot
 from fedprism.round.noise import keyed_draw
 
@@ -110,12 +110,12 @@ class ClientModel:
             if federation is None:
                 nothing = Split(_as_inputs((), arch.shape), torch.empty(0, dtype=torch.int64))
                 data = ClientData(client_id, client_id, nothing, nothing, nothing, info.classes)
-                state = client_receive(Job(method, config, info, data, snapshot.round), state, download)
+                state = client_model(Job(method, config, info, data, snapshot.round), state, download)
             else:
                 job = Job(method, config, info, federation.clients[client_id], snapshot.round, federation.public)
                 run = replace(config.run, precision="bf16" if config.run.precision == "bf16" else "fp32")  # on a CPU
                 with numerics(run, torch.device("cpu")):
-                    state = client_adapt(job, state, download)
+                    state = client_model(job, state, download, adapted=True)
         load_state(module, state)
         return cls(client_id, method, module.eval(), config, info, class_names)
 

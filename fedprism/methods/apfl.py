@@ -39,6 +39,9 @@ class APFL(Method):
     def shared(self, model: Net, ctx: Context) -> Collection[str]:
         return leaves.part(model, "common")
 
+    def stored(self, model: Net, ctx: Context) -> Collection[str]:
+        return leaves.others(model, ctx.shared)
+
     def receive(self, client: Client, ctx: Context) -> None:
         super().receive(client, ctx)
         alone = self.alpha == 1 and not self.adaptive and ctx.client_id not in ctx.info.later  # as Local

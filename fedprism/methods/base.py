@@ -9,7 +9,7 @@ to FedAvg, so a method's file holds only what is special about it:
     aggregate(server, uploads)  <---------------------------------------------------------------+
 
 What crosses is a flat dict of tensors (`State`), so that it can be counted, checked, written and sent without a method
-knowing. What a client keeps between rounds is the state dict of the module that `build` returns; its keys never change.
+knowing. What a client keeps between rounds are leaves of the module that `build` returns: those that `stored` names.
 
 A loss works with tensors only: no `.item()`, no `if tensor`, no boolean indexing. Some engines run it once and then
 repeat the same operations for every batch.
@@ -87,6 +87,7 @@ class Context:
     download: State = field(default_factory=dict)  # what was received this round
     steps: Mapping[str, int] = field(default_factory=dict)  # optimiser steps done this round, per pass
     is_new: bool = False  # this client's first round
+    constant_shared: bool = False  # on a client: does every round share the same leaves?
     logs: dict[str, dict[str, float]] = field(default_factory=dict)  # of the server: client -> name -> value
 
     def replace(self, **changes: Any) -> Context:
@@ -124,7 +125,11 @@ class Context:
 
     def weights(self, uploads: Sequence[Upload]) -> list[float]:
         """The weight of each upload in an average: by training samples or uniform, as configured."""
-        sizes = [float(u.samples) if self.weighting == "samples" else 1.0 for u in uploads]
+        return self.shares([upload.samples for upload in uploads])
+
+    def shares(self, samples: Sequence[int]) -> list[float]:
+        """The weights in an average of clients with these numbers of training samples."""
+        sizes = [float(count) if self.weighting == "samples" else 1.0 for count in samples]
         return [size / sum(sizes) for size in sizes]
 
 
@@ -135,6 +140,15 @@ class Upload:
     client_id: str
     samples: int
     state: State
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The weighted mean of a round's uploads, added up as they came."""
+
+    clients: tuple[str, ...]  # whose uploads are in it, in client order
+    state: State
+    totals: State = field(default_factory=dict)  # of the names in `Method.totals`: their sum over N, all clients
 
 
 @dataclass(frozen=True)
@@ -191,6 +205,7 @@ class Client:
         self.log_sums: State = {}  # name -> sum of what was logged this round
         self.log_counts: dict[str, int] = {}  # name -> number of values in the sum
         self.draw: Draw = no_draw  # uniform noise in (0, 1): client.draw("name", *shape)
+        self.constant_shared = False  # does every round share the same leaves?
 
     def keep(self, name: str, value: Tensor | Mapping[str, Tensor] | float) -> None:
         """Copy a tensor, a dict of tensors or a number into scratch; read it back as `client[name]`."""
@@ -306,6 +321,16 @@ class Method:
         parameters = set(leaves.parameters(model))
         return {name: "weights" if name in parameters else "buffers" for name in ctx.shared}
 
+    def stored(self, model: Net, ctx: Context) -> Collection[str]:
+        """Leaves that a client keeps until its next round. All others hold no number when `receive` begins.
+
+        Default: what is not shared, if every round sends the same leaves and `receive` only loads them; else
+        everything, and so does a method that is tested after training: that model is its result.
+        """
+        loads = type(self).send is Method.send and type(self).receive is Method.receive
+        spares = loads and ctx.constant_shared and self.moment != "trained"
+        return leaves.others(model, ctx.shared) if spares else leaves.everything(model)
+
     # --- the server --------------------------------------------------------------------------------------------------
 
     def server(self, model: Net, ctx: Context) -> State:
@@ -317,9 +342,30 @@ class Method:
         """What goes to this client: the same for all, or its own. None: a client that nobody knows yet."""
         return {name: server[name] for name in ctx.shared}
 
+    def combine(self, server: State, mean: Mean, ctx: Context) -> State:
+        """The server's next state from the weighted mean of the uploads of any subset of clients. Changes no input."""
+        return {**server, **mean.state}
+
+    def totals(self, server: State, ctx: Context) -> Collection[str]:
+        """Names of the upload whose plain sum, divided by the number of all clients, `combine` needs beside means."""
+        return ()
+
     def aggregate(self, server: State, uploads: Sequence[Upload], ctx: Context) -> State:
-        """The server's next state from the uploads of any subset of clients, in client order. Changes no input."""
-        return {**server, **average([u.state for u in uploads], ctx.weights(uploads))}
+        """The server's next state from all uploads at once, in client order. Changes no input.
+
+        Override it where a weighted mean is not enough. All uploads of a round then wait in memory; otherwise they are
+        added up as they come, and only `combine` is called.
+        """
+        every, states = len(ctx.info.clients), [u.state for u in uploads]
+        plain = [{name: state[name] for name in self.totals(server, ctx)} for state in states]
+        totals = average(plain, [1 / every] * len(uploads))
+        clients = tuple(upload.client_id for upload in uploads)
+        return self.combine(server, Mean(clients, average(states, ctx.weights(uploads)), totals), ctx)
+
+    @property
+    def needs_all_uploads(self) -> bool:
+        """Are uploads kept until the round is over, for `aggregate`? Otherwise they are added up as they come."""
+        return type(self).aggregate is not Method.aggregate
 
     # --- the client --------------------------------------------------------------------------------------------------
 
@@ -349,6 +395,11 @@ class Method:
         """What goes to the server, as declared by `uploads`."""
         state = leaves.tensors(client.model)
         return {name: state[name] for name in ctx.shared}
+
+    def origin(self, ctx: Context) -> State:
+        """What an upload is an update of, by the names of the upload: the update is upload minus origin. A name that is
+        not here starts from zero. Default: the download."""
+        return ctx.download
 
     # --- the wire ----------------------------------------------------------------------------------------------------
 
@@ -408,6 +459,7 @@ __all__ = [
     "Context",
     "Draw",
     "Info",
+    "Mean",
     "Method",
     "Net",
     "Output",

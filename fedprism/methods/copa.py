@@ -54,6 +54,9 @@ class COPA(Collecting):
     def collected(self, model: Net, ctx: Context) -> Collection[str]:
         return leaves.part(model, "net.head")
 
+    def stored(self, model: Net, ctx: Context) -> Collection[str]:
+        return leaves.others(model, {*ctx.shared, *leaves.part(model, "heads")})  # all heads are sent in every round
+
     def receive(self, client: Client, ctx: Context) -> None:
         super().receive(client, ctx)
         for leaf, own in leaves.tensors(client.model.net.head).items():

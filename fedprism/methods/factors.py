@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fedprism.methods import leaves
-from fedprism.methods.base import Client, Context, Method, Net, Parts, State, Tensors, Upload, UploadKind, average, load
+from fedprism.methods.base import Client, Context, Mean, Method, Net, Parts, State, Tensors, UploadKind, load
 from fedprism.methods.states import copy_all
 
 Factors = tuple[Tensor, Tensor, Tensor]  # U [rows, rank], S [rank], V [rank, columns...]
@@ -59,15 +59,17 @@ class Updates(Method):
         update = self.decode(self.encode(self.update(server, ctx), ctx), ctx)
         return {name: server[OLD + name] + update[UPDATE + name] for name in ctx.shared}
 
-    def aggregate(self, server: State, uploads: Sequence[Upload], ctx: Context) -> State:
+    def combine(self, server: State, mean: Mean, ctx: Context) -> State:
         has = torch.zeros_like(server["has"])
-        has[[ctx.info.index[u.client_id] for u in uploads if u.client_id in ctx.info.clients]] = True
+        has[[ctx.info.index[c] for c in mean.clients if c in ctx.info.clients]] = True
         old = {OLD + name: tensor for name, tensor in self.moved(server, ctx).items()}
         since = torch.full_like(server[SINCE], ctx.round + 1)
-        mean = average([u.state for u in uploads], ctx.weights(uploads))
-        return {**server, **old, **mean, SINCE: since, "has": has}
+        return {**server, **old, **mean.state, SINCE: since, "has": has}
 
     # --- the client --------------------------------------------------------------------------------------------------
+
+    def stored(self, model: Net, ctx: Context) -> Collection[str]:
+        return leaves.others(model, ctx.shared)
 
     def receive(self, client: Client, ctx: Context) -> None:
         down, old = ctx.download, client.model.received
@@ -82,10 +84,13 @@ class Updates(Method):
         client.model.received[ROUND].fill_(ctx.round)
 
     def uploads(self, model: Net, ctx: Context) -> Mapping[str, UploadKind]:
-        return {UPDATE + name: kind for name, kind in super().uploads(model, ctx).items()}
+        return {UPDATE + name: "factors" for name in super().uploads(model, ctx)}
 
     def upload(self, client: Client, ctx: Context) -> State:
         return {UPDATE + name: t - client.model.received[name] for name, t in super().upload(client, ctx).items()}
+
+    def origin(self, ctx: Context) -> State:
+        return {}  # what is sent is an update already
 
     # --- serialisation: updates as factors, weights unchanged --------------------------------------------------------
 

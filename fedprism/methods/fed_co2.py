@@ -101,6 +101,9 @@ class FedCO2(Method):
 
     # --- the client: Algorithm 1; without both transfers Algorithm 2 -------------------------------------------------
 
+    def stored(self, model: Net, ctx: Context) -> Collection[str]:
+        return leaves.others(model, ctx.shared)
+
     def receive(self, client: Client, ctx: Context) -> None:
         load(client.model, {name: ctx.download[name] for name in ctx.shared})
 

@@ -60,6 +60,9 @@ class FedAMP(FedProx):  # a client trains as in FedProx, near its own received m
     def upload(self, client: Client, ctx: Context) -> State:
         return {f"model/{n}": t for n, t in super().upload(client, ctx).items()}
 
+    def origin(self, ctx: Context) -> State:
+        return {f"model/{n}": t for n, t in ctx.download.items()}
+
     def aggregate(self, server: State, uploads: Sequence[Upload], ctx: Context) -> State:
         uploads = [u for u in uploads if u.client_id in ctx.info.clients]  # later clients have no entry
         if not uploads:

@@ -94,6 +94,9 @@ class FedCP(Method):
     def shared(self, model: Net, ctx: Context) -> Collection[str]:
         return leaves.part(model, "net.body", "policy", "common")
 
+    def stored(self, model: Net, ctx: Context) -> Collection[str]:
+        return leaves.others(model, ctx.shared)
+
     def receive(self, client: Client, ctx: Context) -> None:
         model = client.model
         if "gh" not in self.without:

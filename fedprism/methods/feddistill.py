@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -66,6 +66,9 @@ class FedDistill(FedProto):
         first, many = super().server(model, ctx), len(ctx.info.clients)
         total = torch.zeros_like(first["prototypes.mean"], dtype=torch.float64)
         return {**first, "sum": total, **{f"of.{n}": t.new_zeros(many, *t.shape) for n, t in first.items()}}
+
+    def stored(self, model: Net, ctx: Context) -> Collection[str]:
+        return leaves.others(model, ctx.shared)
 
     def send(self, server: State, client_id: str | None, ctx: Context) -> State:
         if client_id not in ctx.info.clients:

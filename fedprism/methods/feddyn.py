@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from fedprism.config import positive, setting
 from fedprism.methods import leaves, register
-from fedprism.methods.base import Arch, Client, Context, Info, Method, Net, Pass, State, Tensors, Upload
-from fedprism.methods.states import average, squared_distance
+from fedprism.methods.base import Arch, Client, Context, Info, Mean, Method, Net, Pass, State, Tensors
+from fedprism.methods.states import squared_distance
 
 
 @register
@@ -74,12 +74,13 @@ class FedDyn(Method):
         for n, theta in client.parameters(ctx.shared).items():
             client.model.gradient[n].sub_(self.alpha_of(client) * (theta - client["received"][n]))
 
-    def aggregate(self, server: State, uploads: Sequence[Upload], ctx: Context) -> State:
+    def totals(self, server: State, ctx: Context) -> Collection[str]:
+        return [name.removeprefix("h.") for name in server if name.startswith("h.")]
+
+    def combine(self, server: State, mean: Mean, ctx: Context) -> State:
         # h <- h - alpha/N sum(theta_k - w) over all N clients; w <- mean theta - h/alpha, of the participants.
-        after, count = super().aggregate(server, uploads, ctx), len(ctx.info.clients)
-        share, part = len(uploads) / count, average([u.state for u in uploads], [1 / count] * len(uploads))
-        for name in [name for name in server if name.startswith("h.")]:
-            n = name.removeprefix("h.")
-            after[name] = server[name] - self.alpha * (part[n] - share * server[n])
-            after[n] = after[n] - after[name] / self.alpha
+        after, share = super().combine(server, mean, ctx), len(mean.clients) / len(ctx.info.clients)
+        for n, part in mean.totals.items():
+            after[f"h.{n}"] = server[f"h.{n}"] - self.alpha * (part - share * server[n])
+            after[n] = after[n] - after[f"h.{n}"] / self.alpha
         return after

@@ -46,6 +46,9 @@ class FedPHP(Method):
     def shared(self, model: Net, ctx: Context) -> Collection[str]:
         return leaves.part(model, "common")
 
+    def stored(self, model: Net, ctx: Context) -> Collection[str]:
+        return leaves.others(model, ctx.shared if self.inference == "hpm" else ())
+
     def receive(self, client: Client, ctx: Context) -> None:
         super().receive(client, ctx)
         inherit(client.model, leaves.tensors(client.model.personal))

@@ -165,6 +165,10 @@ class FedSCE(Method):
             client.log(name, value)
         return {**super().upload(client, ctx), **far}
 
+    @property
+    def needs_all_uploads(self) -> bool:
+        return self.estimates
+
     def aggregate(self, server: State, uploads: Sequence[Upload], ctx: Context) -> State:
         if not self.estimates:
             return super().aggregate(server, uploads, ctx)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -63,6 +64,12 @@ def parameters(model: nn.Module) -> Names:
 def everything(model: nn.Module) -> Names:
     """Every parameter and buffer that is kept."""
     return tuple(tensors(model))
+
+
+def others(model: nn.Module, names: Collection[str]) -> Names:
+    """Every leaf but these."""
+    left_out = set(names)
+    return tuple(name for name in tensors(model) if name not in left_out)
 
 
 def part(model: nn.Module, *parts: str) -> Names:

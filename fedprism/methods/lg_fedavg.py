@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from fedprism.config import setting
 from fedprism.errors import ConfigError
 from fedprism.methods import register
-from fedprism.methods.base import Arch, Client, Context, Info, Method, Net, Pass, State, Upload, leaves, load
+from fedprism.methods.base import Arch, Client, Context, Info, Mean, Method, Net, Pass, State, leaves, load
 
 
 @register
@@ -62,6 +62,9 @@ class LGFedAvg(Method):
         has_body = client_id in ctx.info.clients and bool(server["started"][ctx.info.index[client_id]])
         return {n: t for n, t in server.items() if n != "started" and (n in ctx.shared or not has_body)}
 
+    def stored(self, model: Net, ctx: Context) -> Collection[str]:
+        return leaves.others(model, ctx.shared)
+
     def receive(self, client: Client, ctx: Context) -> None:
         own = {name: leaves.tensors(client.model)[name] for name in leaves.part(client.model, "body")}
         # Chosen on the device: reading `started` here would synchronise with it.
@@ -76,8 +79,8 @@ class LGFedAvg(Method):
     def mark_started(self, client: Client, ctx: Context) -> None:
         client.model.started.fill_(ctx.round >= self.warmup)
 
-    def aggregate(self, server: State, uploads: Sequence[Upload], ctx: Context) -> State:
+    def combine(self, server: State, mean: Mean, ctx: Context) -> State:
         started = server["started"].clone()
         if ctx.round >= self.warmup:
-            started[[ctx.info.index[u.client_id] for u in uploads if u.client_id in ctx.info.clients]] = True
-        return {**super().aggregate(server, uploads, ctx), "started": started}
+            started[[ctx.info.index[c] for c in mean.clients if c in ctx.info.clients]] = True
+        return {**super().combine(server, mean, ctx), "started": started}

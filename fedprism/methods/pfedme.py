@@ -53,6 +53,9 @@ class PFedMe(Method):
             )
         return super().server(model, ctx)
 
+    def stored(self, model: Net, ctx: Context) -> Collection[str]:
+        return leaves.others(model, ctx.shared)
+
     def receive(self, client: Client, ctx: Context) -> None:
         super().receive(client, ctx)
         # Before its first training a client has no personal model.

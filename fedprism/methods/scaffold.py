@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,16 +16,16 @@ from fedprism.methods.base import (
     Context,
     Draw,
     Info,
+    Mean,
     Method,
     Net,
     Parts,
     Pass,
     State,
     Tensors,
-    Upload,
     UploadKind,
 )
-from fedprism.methods.states import average, load
+from fedprism.methods.states import load
 
 
 @register
@@ -55,6 +55,9 @@ class Scaffold(Method):
     def send(self, server: State, client_id: str | None, ctx: Context) -> State:
         return server
 
+    def stored(self, model: Net, ctx: Context) -> Collection[str]:
+        return leaves.others(model, ctx.shared)
+
     def receive(self, client: Client, ctx: Context) -> None:
         load(client.model, {n: t for n, t in ctx.download.items() if n in ctx.shared})
 
@@ -75,7 +78,7 @@ class Scaffold(Method):
         return cross_entropy(client.model.net(x), y) + drift
 
     def uploads(self, model: Net, ctx: Context) -> Mapping[str, UploadKind]:
-        control: dict[str, UploadKind] = {f"c.{n}": "weights" for n in _travelling(model, ctx)}
+        control: dict[str, UploadKind] = {f"c.{n}": "buffers" for n in _travelling(model, ctx)}
         return {**super().uploads(model, ctx), **control}
 
     def update_control(self, client: Client, ctx: Context) -> None:
@@ -89,12 +92,17 @@ class Scaffold(Method):
     def upload(self, client: Client, ctx: Context) -> State:
         return {**super().upload(client, ctx), **{f"c.{n}": t for n, t in client["change"].items()}}
 
-    def aggregate(self, server: State, uploads: Sequence[Upload], ctx: Context) -> State:
+    def origin(self, ctx: Context) -> State:
+        return {n: ctx.download[n] for n in ctx.shared}  # changes of control variates are sent as such
+
+    def totals(self, server: State, ctx: Context) -> Collection[str]:
+        return [n for n in server if n.startswith("c.")]
+
+    def combine(self, server: State, mean: Mean, ctx: Context) -> State:
         # c += sum(c_k+ - c_k) / N over all N clients; w moves to the mean of the y_k (lines 16 and 17; lr_g is
         # server.lr).
-        change = average([u.state for u in uploads], [1 / len(ctx.info.clients)] * len(uploads))
-        control = {n: t + change[n] for n, t in server.items() if n.startswith("c.")}
-        return {**super().aggregate(server, uploads, ctx), **control}
+        control = {n: server[n] + change for n, change in mean.totals.items()}
+        return {**server, **mean.state, **control}
 
     def predict(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
         return model.net(x)

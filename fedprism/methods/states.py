@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,18 +22,49 @@ def average(states: Sequence[State], weights: Sequence[float]) -> State:
 
     Summed in the order given (client order), so the bits do not depend on who finished first.
     """
-    if not states:
-        return {}
-    floats = [name for name, first in states[0].items() if first.is_floating_point()]
-    totals = [torch.zeros_like(states[0][name]) for name in floats]
+    total = WeightedSum()
     for state, weight in zip(states, weights, strict=True):
-        if floats:  # all leaves at once: on a GPU, one kernel instead of one a leaf
-            torch._foreach_add_(totals, [state[name] for name in floats], alpha=weight)
-    mean = dict(zip(floats, totals, strict=True))
-    for name in states[0].keys() - mean.keys():
-        counted = sum(state[name].double() * weight for state, weight in zip(states, weights, strict=True))
-        mean[name] = torch.as_tensor(counted).round().to(states[0][name].dtype)
-    return {name: mean[name] for name in states[0]}
+        total.add(state, weight)
+    return total.result()
+
+
+class WeightedSum:
+    """A weighted sum of states that are given one by one. It holds one state, however many are added."""
+
+    def __init__(self) -> None:
+        self.types: dict[str, torch.dtype] = {}
+        self.totals: State = {}  # whole numbers are added up in double precision
+        self.weight = 0.0
+
+    @torch.no_grad()
+    def reserve(self, state: Mapping[str, Tensor]) -> None:
+        """Take the memory for sums of such states: `add` needs next to none, so that it does not fail halfway."""
+        if not self.types:
+            zeros = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+            self.totals = {name: zero if zero.is_floating_point() else zero.double() for name, zero in zeros.items()}
+            self.types = {name: tensor.dtype for name, tensor in state.items()}
+
+    @torch.no_grad()
+    def add(self, state: Mapping[str, Tensor], weight: float) -> None:
+        """Add a state, all leaves at once: on a GPU, one kernel instead of one per leaf."""
+        self.reserve(state)
+        floats = [name for name, dtype in self.types.items() if dtype.is_floating_point]
+        if floats:
+            torch._foreach_add_([self.totals[n] for n in floats], [state[n] for n in floats], alpha=weight)
+        for name in self.types.keys() - set(floats):
+            self.totals[name].add_(state[name].double() * weight)
+        self.weight += weight
+
+    @torch.no_grad()
+    def result(self, scale: float = 1.0) -> State:
+        """The sum, times `scale`; whole-number counters are rounded."""
+        names, sums = list(self.totals), list(self.totals.values())
+        if scale != 1 and sums:
+            sums = list(torch._foreach_mul(sums, scale))
+        types = [self.types[name] for name in names]
+        return {
+            n: t if t.dtype == dtype else t.round().to(dtype) for n, t, dtype in zip(names, sums, types, strict=True)
+        }
 
 
 @torch.no_grad()
@@ -53,6 +85,17 @@ def copy_all(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     for dtype in set(types):
         places = [place for place, own in enumerate(types) if own == dtype]
         torch._foreach_copy_([into[i] for i in places], [tensors[i] for i in places], non_blocking=True)
+
+
+@torch.no_grad()
+def blank(tensors: Sequence[Tensor]) -> None:
+    """Overwrite tensors with what nobody can compute with unnoticed: NaN, or the smallest whole number."""
+    floats = [tensor for tensor in tensors if tensor.is_floating_point()]
+    if floats:
+        torch._foreach_add_(floats, math.nan)  # on a GPU, one kernel for all
+    for tensor in tensors:
+        if not tensor.is_floating_point():
+            tensor.fill_(True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min)
 
 
 def copy_of(state: State) -> State:

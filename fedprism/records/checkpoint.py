@@ -6,7 +6,7 @@
 The order of writing makes it safe to be killed at any moment: first files, then the manifest, then the deletion of old
 manifests, then the deletion of files that no manifest names. A state that did not change (the same objects as last
 time) is named again without being serialised or written. A state that is already on disk (`clients.state: disk`) is not
-read: its file gets a second name here.
+read: its file gets a second name here. A client that stores nothing has no file: the manifest names it with "".
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from fedprism.errors import RecordError
 from fedprism.methods.base import State
 from fedprism.records.runfile import RecordWarning
 from fedprism.round.events import Snapshot
-from fedprism.store.clients import File, Files
+from fedprism.store.clients import NO_FILE, File, Files
 from fedprism.store.serialize import deserialize, serialize
 
-FORMAT = 2
+FORMAT = 3
 _SHA256 = re.compile("[0-9a-f]{64}")
 _SERVER = ""  # the server's key beside the clients' names, none of which is empty
 
@@ -48,7 +48,7 @@ class Manifest:
 
     @cached_property
     def files(self) -> frozenset[str]:
-        return frozenset((self.server, *(checksum for checksum in self.clients.values() if checksum is not None)))
+        return frozenset((self.server, *filter(None, self.clients.values())))
 
 
 def _same(state: State | None, known: State) -> bool:
@@ -86,7 +86,8 @@ def _read_manifest(path: Path) -> Manifest:
             raise Damaged(f"{path} does not match its checksum")
         files = {_SERVER: body["server"], **body["clients"]}
         # Checksums become names of files.
-        if body["format"] != FORMAT or not all(each is None or _SHA256.fullmatch(each) for each in files.values()):
+        named = all(not each or _SHA256.fullmatch(each) for each in files.values()) and files[_SERVER]
+        if body["format"] != FORMAT or not named:
             raise Damaged(f"{path} is not a manifest of format {FORMAT}")
         return Manifest(int(body["round"]), str(files.pop(_SERVER)), files)
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -181,7 +182,9 @@ class Checkpoints:
         return self.files / f"{checksum}.safetensors"
 
     def _store(self, name: str, state: State) -> str:
-        """Write a state unless its file is known; return its checksum."""
+        """Write a state unless it is empty or its file is known; return its checksum."""
+        if not state and name != _SERVER:
+            return NO_FILE.sha256
         known = self._named.get(name)
         if known is not None and _same(state, known[0]):
             return known[1]
@@ -197,12 +200,14 @@ class Checkpoints:
 
     def _adopt(self, file: File) -> str:
         """Link the file of a state that is already on disk; return its checksum."""
-        if file.sha256 not in self._sound:
+        if file is not NO_FILE and file.sha256 not in self._sound:
             atomic.link(file.path, self._file(file.sha256))
             self._sound.add(file.sha256)
         return file.sha256
 
     def _fetch(self, name: str, checksum: str) -> State:
+        if checksum == NO_FILE.sha256:
+            return {}
         path = self._file(checksum)
         data = _read(path)
         if hashlib.sha256(data).hexdigest() != checksum:
@@ -214,6 +219,8 @@ class Checkpoints:
 
     def _verified(self, checksum: str) -> File:
         """A file whose content matches its checksum. It is read piece by piece and not kept in memory."""
+        if checksum == NO_FILE.sha256:
+            return NO_FILE
         path = self._file(checksum)
         with _reading(path), path.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != checksum:

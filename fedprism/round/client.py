@@ -22,7 +22,7 @@ from fedprism.errors import ConfigError
 from fedprism.federation import ClientData, Split
 from fedprism.methods.base import Client, Context, Draw, Info, Method, Net, Output, Pass, State, load
 from fedprism.methods.leaves import everything, seal, tensors, travelling
-from fedprism.methods.states import copy_of, not_finite
+from fedprism.methods.states import blank, copy_of, not_finite
 from fedprism.models import architectures
 from fedprism.round.engine import ClientScores, Failure, Result
 from fedprism.round.evaluation import Evaluation, Tally, score_split
@@ -72,14 +72,15 @@ def client_evaluate(job: Job, state: State | None, download: State, slot: Client
 def client_receive(job: Job, state: State | None, download: State, slot: Client | None = None) -> State:
     """The state of a client that receives something and does not train."""
     client = slot or open_slot(job)
-    arrive(client, job, state, download)
-    return copy_of(tensors(client.model))
+    return copy_stored(client, job, arrive(client, job, state, download))
 
 
-def client_adapt(job: Job, state: State | None, download: State) -> State:
-    """The state of a client at the moment `adapted`, which no round keeps."""
+def client_model(job: Job, state: State | None, download: State, adapted: bool = False) -> State:
+    """All leaves of a client's model after it has received, or at the moment `adapted`. No round keeps them."""
     client = open_slot(job)
-    adapt(client, job, arrive(client, job, state, download))
+    ctx = arrive(client, job, state, download)
+    if adapted:
+        adapt(client, job, ctx)
     return copy_of(tensors(client.model))
 
 
@@ -91,20 +92,25 @@ def open_slot(job: Job) -> Client:
     model = job.method.build(job.info.arch_of(job.data.name), job.data.name, job.info, job.info.seed)
     layout = torch.channels_last if job.config.run.memory_format == "channels_last" else torch.contiguous_format
     model = model.to(job.data.train.y.device, memory_format=layout)  # type: ignore[call-overload]
-    return Client(seal(model), job.config.train, job.info)
+    client = Client(seal(model), job.config.train, job.info)
+    client.constant_shared = constant_shared(job, client.model)
+    return client
 
 
 def arrive(client: Client, job: Job, state: State | None, download: State) -> Context:
-    """Load the client's state and let the method receive the download."""
+    """Load what the client has stored and let the method receive the download."""
     client_id, method, info = job.data.name, job.method, job.info
     client.clear_logs()
-    given = {"data": job.data, "public": job.public, "is_new": state is None}
+    given = {"data": job.data, "public": job.public, "is_new": state is None, "constant_shared": client.constant_shared}
     ctx = make_context(method, job.config, info, client.model, job.round, client_id, **given)
     with torch.no_grad():
         ctx = ctx.replace(download=method.decode(download, ctx))
         replaced = ctx.download if type(method).receive is Method.receive else {}  # what the default receive overwrites
-        if any(name not in replaced for name in everything(client.model)):
-            state = state or method.build(info.arch_of(client_id), client_id, info, info.seed).state_dict()
+        own = {name: tensor for name, tensor in tensors(client.model).items() if name not in replaced}
+        if own:
+            if state is None:
+                state = method.build(info.arch_of(client_id), client_id, info, info.seed).state_dict()
+            blank([tensor for name, tensor in own.items() if name not in state])  # another client's, in this slot
             load(client.model, {name: tensor for name, tensor in state.items() if name not in replaced})
         method.receive(client, ctx)
     return ctx
@@ -146,8 +152,8 @@ class Departure:
 
 
 def depart(client: Client, job: Job, ctx: Context, score: ScoreSplit = score_split) -> Departure:
-    """Copy out the state and the upload; test the moment `trained`, where asked for."""
-    state = copy_of(tensors(client.model))
+    """Copy out what is stored and the upload; test the moment `trained`, where asked for."""
+    state = copy_stored(client, job, ctx)
     with torch.no_grad():
         upload = _copy_upload(client.model, state, job.method.upload(client, ctx))
     sums = copy_of({name: client.log_sums[name] for name in client.log_counts})
@@ -168,9 +174,18 @@ def finish(left: Departure, bad: str | None) -> Result | Failure:
     return Result(left.state, sent, len(job.data.train), logs, read_scores(left.tallies), checked)
 
 
+def copy_stored(client: Client, job: Job, ctx: Context) -> State:
+    """Copies of the leaves that the client keeps between rounds."""
+    own, wanted = tensors(client.model), set(job.method.stored(client.model, ctx))
+    odd = sorted(wanted - own.keys())
+    if odd:
+        raise ConfigError(f"{job.method.id}.stored names {', '.join(odd[:3])}, which the model does not have.")
+    return copy_of({name: tensor for name, tensor in own.items() if name in wanted})
+
+
 def _copy_upload(model: nn.Module, state: State, upload: State) -> State:
     """Copies of what is uploaded; leaves of the model are those of `state`, which is a copy already."""
-    leaf = {id(tensor): name for name, tensor in tensors(model).items()}
+    leaf = {id(tensor): name for name, tensor in tensors(model).items() if name in state}
     own = {name: state[leaf[id(tensor)]] for name, tensor in upload.items() if id(tensor) in leaf}
     rest = copy_of({name: tensor for name, tensor in upload.items() if name not in own})
     return {name: own[name] if name in own else rest[name] for name in upload}
@@ -237,6 +252,15 @@ def make_context(
         raise ConfigError(f"{method.id}.shared names {', '.join(sorted(odd)[:3])}, which the model does not have.")
     names = tuple(name for name in have if name in wanted)
     return ctx.replace(shared=travelling(model, names, bn_policy(method, config)))
+
+
+def constant_shared(job: Job, model: nn.Module) -> bool:
+    """Does the method share the same leaves in every round, that of the last evaluation included?"""
+    if type(job.method).shared is Method.shared:
+        return True
+    ctx = make_context(job.method, job.config, job.info, model, 0, job.data.name)
+    first = set(job.method.shared(model, ctx))
+    return all(set(job.method.shared(model, ctx.replace(round=r))) == first for r in range(1, ctx.rounds + 1))
 
 
 def chosen(configured: str, of_method: str) -> str:

@@ -2,7 +2,7 @@
 
 On disk a state is a safetensors file that is never changed. A new state is a new file, and the old one is deleted when
 neither the run nor a snapshot refers to it any more, just as a tensor is. Reading a file maps it into memory: its
-tensors are read when they are used.
+tensors are read when they are used. A client that stores nothing needs no file.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class File:
 
     def read(self) -> State:
         """The state, mapped: what is written to its tensors does not reach the file."""
+        if self is NO_FILE:
+            return {}
         try:
             with safe_open(self.path, "pt") as file:
                 return {name: file.get_tensor(name) for name in json.loads(file.metadata()["order"])}
@@ -53,6 +55,9 @@ class File:
                 f"{self.path}, a client's state, cannot be read ({type(error).__name__}: {error}). If something has "
                 "changed it, `fedprism resume` goes on from the newest checkpoint that is whole."
             ) from error
+
+
+NO_FILE = File(Path(), "")  # of a client that has trained and stores nothing
 
 
 class Files(Mapping[str, State | None]):
@@ -158,7 +163,10 @@ class DiskStore(Files, ClientStore):
         return None if state is None else self._place(state)
 
     def __setitem__(self, client_id: str, state: State) -> None:
-        """Write a state, unless it is what the client has already."""
+        """Write a state, unless it is empty or what the client has already."""
+        if not state:
+            self.files[client_id] = NO_FILE
+            return
         data = serialize(state)
         checksum, old = hashlib.sha256(data).hexdigest(), self.files[client_id]
         if old is not None and old.sha256 == checksum:

@@ -15,14 +15,13 @@ from torch import Tensor
 
 from fedprism.engines.cuda.steps import SlotCapture, Steps
 from fedprism.methods.base import Context, Pass, State
-from fedprism.methods.leaves import tensors
-from fedprism.methods.states import copy_of
 from fedprism.round.client import (
     Departure,
     Job,
     Tallies,
     adapting,
     arrive,
+    copy_stored,
     depart,
     finish,
     read_scores,
@@ -56,9 +55,9 @@ def evaluate_steps(slot: SlotCapture, job: Job, state: State | None, download: S
 
 def receive_steps(slot: SlotCapture, job: Job, state: State | None, download: State) -> Steps[State]:
     """`client_receive`."""
-    arrive(slot.client, job, state, download)
+    ctx = arrive(slot.client, job, state, download)
     yield
-    return copy_of(tensors(slot.client.model))
+    return copy_stored(slot.client, job, ctx)
 
 
 def _train(slot: SlotCapture, job: Job, ctx: Context, passes: Sequence[Pass]) -> Generator[None, None, Context]:

@@ -16,6 +16,7 @@ from fedprism.engines.processes.worker import Setup
 from fedprism.methods import METHODS, named
 from fedprism.methods.base import Info, Method
 from fedprism.models import MODELS
+from fedprism.plugins import is_from_file
 from fedprism.schedules import SCHEDULES
 
 
@@ -26,7 +27,7 @@ def why_not(method: Method) -> str | None:
     cls = type(method)
     name, homes = cls.__qualname__, _homes(method)
     for home in sorted(homes - {"__main__"}):
-        if not _from_file(home) and not _importable(home):
+        if not is_from_file(home) and not _importable(home):
             what = f"the method {name}" if home == cls.__module__ else "a model or the like that the run may need"
             return (
                 f"{what} is defined in the module {home!r}, which a worker does not find by that name; put its file "
@@ -59,8 +60,8 @@ def make_setup(method: Method, config: Config, info: Info) -> Setup:
     cls, asked = type(method), named(method).name
     return Setup(
         main=begun,
-        modules=tuple(sorted(home for home in homes - {"__main__"} if not _from_file(home))),
-        file=asked if _from_file(cls.__module__) else None,
+        modules=tuple(sorted(home for home in homes - {"__main__"} if not is_from_file(home))),
+        file=asked if is_from_file(cls.__module__) else None,
         method=(cls.__module__, cls.__qualname__),
         settings=plain(method),
         config=config,
@@ -73,11 +74,6 @@ def _homes(method: Method) -> set[str]:
     """The modules outside fedprism that define the method, or have filed something that a run may name."""
     filed = [type(method)] + [kind for table in (METHODS, MODELS, CHANGES, SCHEDULES) for _, kind in table.items()]
     return {kind.__module__ for kind in filed if kind.__module__.partition(".")[0] != "fedprism"}
-
-
-def _from_file(module: str) -> bool:
-    """Was this module made of path/to/file.py:CLASS?"""
-    return module.startswith("fedprism_method_")
 
 
 def _importable(module: str) -> bool:

@@ -1,0 +1,101 @@
+"""Classes by name: built in, from an installed package, or from somebody's own file."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Generic, TypeVar
+
+from fedprism import keys
+from fedprism.errors import ConfigError
+from fedprism.registry import Registry
+
+T = TypeVar("T")
+
+_FILE_MODULE = "fedprism_file_"  # prefix of modules made from somebody's file
+
+
+class Plugins(Registry[type[T]], Generic[T]):
+    """A registry of frozen dataclasses derived from `base`, which finds classes outside fedprism, too."""
+
+    def __init__(self, kind: str, base: type[T]) -> None:
+        super().__init__(kind)
+        self.base, self.group = base, f"fedprism.{kind}s"
+
+    def find(self, name: str) -> type[T]:
+        """The class behind a name: a built-in id, an entry point, `path/to/file.py:Class` or `package.module:Class`."""
+        if name.endswith(".py") or ".py:" in name:
+            return self._from_file(name)
+        if ":" in name:
+            return self._from_module(name)
+        if name not in self:
+            for entry in entry_points(group=self.group, name=name):
+                return self._checked(entry.load(), f"entry point {name!r}")
+        return self[name]
+
+    def installed(self) -> Iterator[str]:
+        """The names of entry points that are not built in."""
+        yield from sorted({entry.name for entry in entry_points(group=self.group)} - set(self))
+
+    def _from_module(self, name: str) -> type[T]:
+        path, _, wanted = name.partition(":")
+        try:
+            return self._checked(getattr(import_module(path), wanted), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(f"the {self.kind} {name!r} cannot be imported: {error}.") from error
+
+    def _from_file(self, name: str) -> type[T]:
+        path, _, wanted = name.rpartition(":") if ".py:" in name else (name, "", "")
+        file = Path(path).resolve()
+        if not file.is_file():
+            raise ConfigError(f"there is no file {path!r} to take the {self.kind} {wanted or '?'} from.")
+        module = _module_of(file, path)
+        classes = {
+            n: c
+            for n, c in vars(module).items()
+            if isinstance(c, type) and issubclass(c, self.base) and c.__module__ == module.__name__
+        }
+        if not wanted and len(classes) == 1:
+            (wanted,) = classes
+        if wanted not in classes:
+            raise ConfigError(
+                f"{path!r} holds the {self.kind}s {sorted(classes) or 'none'}, not {wanted!r}; write {path}:CLASS."
+            )
+        return self._checked(classes[wanted], name)
+
+    def _checked(self, cls: Any, where: str) -> type[T]:
+        # Without the decorator, a class inherits its parent's fields and silently ignores its own.
+        if not (isinstance(cls, type) and issubclass(cls, self.base) and "__dataclass_fields__" in vars(cls)):
+            raise ConfigError(
+                f"{where} is {cls!r}; expected a frozen dataclass that derives from fedprism.{self.base.__name__}."
+            )
+        return cls
+
+
+def is_from_file(module: str) -> bool:
+    """Was this module made of path/to/file.py?"""
+    return module.startswith(_FILE_MODULE)
+
+
+def _module_of(file: Path, named: str) -> ModuleType:
+    """The file as a module; it is run once per process."""
+    key = f"{_FILE_MODULE}{keys.key(str(file))}"
+    if key in sys.modules:
+        return sys.modules[key]
+    spec = importlib.util.spec_from_file_location(key, file)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{named!r} cannot be loaded as Python.")
+    module = sys.modules[key] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[key]
+        if isinstance(error, SyntaxError | ImportError | NameError | AttributeError | TypeError):
+            raise ConfigError(f"{named} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise
+    return module
