@@ -200,6 +200,10 @@ class ServerConfig:
         lambda v: 0 < v < math.inf,
         "above 0",
     )
+    aggregator: Named = setting(
+        Named("mean"),
+        "mean, or one that bounds what a few clients can do: {name: trimmed_mean, trim: 0.2}, median, norm_bounded",
+    )
 
     def __post_init__(self) -> None:
         if self.optimizer in ("adam", "yogi") and self.lr >= 1 and self.tau < 0.01:
@@ -294,6 +298,9 @@ class Config:
         Named("fedavg"), "a name in `fedprism list methods` (`fedprism explain METHOD`), or path/to/file.py:Class"
     )
     train: TrainConfig = setting(TrainConfig(), "")
+    transforms: tuple[Named, ...] = setting(
+        (), "changes to uploads on their way, in order: [{name: clip_norm, max: 1.0}, {name: quantize, bits: 8}]"
+    )
     server: ServerConfig = setting(ServerConfig(), "")
     clients: ClientsConfig = setting(ClientsConfig(), "")
     evaluate: EvaluateConfig = setting(EvaluateConfig(), "")
@@ -527,6 +534,7 @@ def _forget_settings(raw: dict[str, Any], overrides: Iterable[str]) -> None:
         "model": {f.name for f in dataclasses.fields(ModelConfig)},
         "data.partition": {"clients", "of"},  # which all of them have
         "train.schedule": set(),
+        "server.aggregator": set(),
     }
     for text in overrides:
         path, _, value = text.partition("=")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fedprism import config as configuration
+from fedprism.aggregators import AGGREGATORS, make_aggregator
 from fedprism.config import Config, EvaluateConfig, Named
 from fedprism.data import Dataset, folder
 from fedprism.data.base import chosen_domains, side
@@ -22,6 +23,7 @@ from fedprism.methods import make, named
 from fedprism.methods.base import Method
 from fedprism.models import architectures
 from fedprism.schedules import learning_rate
+from fedprism.transforms import TRANSFORMS, make_transforms
 
 
 def resolve(config: Config, method: Method | None = None) -> Config:
@@ -48,7 +50,9 @@ def resolve(config: Config, method: Method | None = None) -> Config:
     evaluate = configuration.structure({**configuration.plain(config.evaluate), "moments": moments}, EvaluateConfig)
     if config.model.per_client == "folder":
         config = replace(config, model=replace(config.model, per_client=_models_in_folders(config)))
-    return replace(config, method=named(method), evaluate=evaluate, run=run)
+    transforms = tuple(map(TRANSFORMS.named, make_transforms(config.transforms)))
+    server = replace(config.server, aggregator=AGGREGATORS.named(make_aggregator(config.server.aggregator)))
+    return replace(config, method=named(method), transforms=transforms, server=server, evaluate=evaluate, run=run)
 
 
 def _models_in_folders(config: Config) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Classes by name: built in, from an installed package, or from somebody's own file."""
+"""Classes by name, and names of their objects: built in, from an installed package, or from somebody's own file."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from fedprism import keys
+from fedprism.config import Named, plain, structure
 from fedprism.errors import ConfigError
 from fedprism.registry import Registry
 
 T = TypeVar("T")
 
+SESSION = "session:"  # prefix of names of classes that were written in a Python session, which no name finds again
 _FILE_MODULE = "fedprism_file_"  # prefix of modules made from somebody's file
 
 
@@ -37,6 +39,25 @@ class Plugins(Registry[type[T]], Generic[T]):
             for entry in entry_points(group=self.group, name=name):
                 return self._checked(entry.load(), f"entry point {name!r}")
         return self[name]
+
+    def make(self, named: Named, where: str) -> T:
+        """An object from its name and settings; `where` is the key that an error names."""
+        return structure(dict(named.settings), self.find(named.name), where)
+
+    def named(self, item: T) -> Named:
+        """An object as a configuration stores it: the name to find its class by, and all its settings."""
+        cls = type(item)
+        name = next((name for name, known in self.items() if known is cls), None)
+        return Named(self._place(cls) if name is None else name, plain(item))
+
+    def _place(self, cls: type[T]) -> str:
+        module = sys.modules.get(cls.__module__)
+        file = getattr(module, "__file__", None)
+        if getattr(module, cls.__qualname__, None) is not cls:  # made in a function
+            return f"{SESSION}{cls.__qualname__}"
+        if cls.__module__ == "__main__" or is_from_file(cls.__module__):
+            return f"{Path(file).resolve()}:{cls.__qualname__}" if file else f"{SESSION}{cls.__qualname__}"
+        return f"{cls.__module__}:{cls.__qualname__}"
 
     def installed(self) -> Iterator[str]:
         """The names of entry points that are not built in."""

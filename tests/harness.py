@@ -446,6 +446,8 @@ ORDER = [
     "schedules",
     "methods",
     "store",
+    "aggregators",
+    "transforms",
     "round",
     "engines",
     "records",

@@ -218,7 +218,8 @@ class _Seen(Callback):
     def round(self, record: RoundRecord, snapshot: Snapshot) -> None:
         clients = {client_id: None if state is None else copied(state) for client_id, state in snapshot.clients.items()}
         self.records.append(record)
-        self.snapshots[record.round] = Snapshot(snapshot.round, copied(snapshot.server), clients)
+        server = copied(snapshot.server)
+        self.snapshots[record.round] = Snapshot(snapshot.round, server, clients, snapshot.usual_length)
         if record.round == self.until:
             raise _Enough
 

@@ -114,4 +114,4 @@ def generators(case: Case) -> None:
 def as_stored(snapshot: Snapshot) -> Snapshot:
     """A snapshot as bytes and back."""
     clients = {c: None if state is None else deserialize(serialize(state)) for c, state in snapshot.clients.items()}
-    return Snapshot(snapshot.round, deserialize(serialize(snapshot.server)), clients)
+    return Snapshot(snapshot.round, deserialize(serialize(snapshot.server)), clients, snapshot.usual_length)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from importlib import import_module
-from pathlib import Path
 
-from fedprism.config import Named, plain, structure
+from fedprism.config import Named, structure
 from fedprism.errors import ConfigError
 from fedprism.methods.base import Method
-from fedprism.plugins import Plugins, is_from_file
+from fedprism.plugins import SESSION, Plugins
 
 METHODS: Plugins[Method] = Plugins("method", Method)
-
-_SESSION = "session:"  # prefix of methods without a file
 
 _FILES = (
     "local",
@@ -80,9 +76,9 @@ def make(named: Named) -> Method:
 
 def find(name: str) -> type[Method]:
     """The class behind a name: a built-in id, an entry point, `path/to/file.py:Class` or `package.module:Class`."""
-    if name.startswith(_SESSION):
+    if name.startswith(SESSION):
         raise ConfigError(
-            f"the method {name.removeprefix(_SESSION)} was written in a Python session, so it cannot be found again; "
+            f"the method {name.removeprefix(SESSION)} was written in a Python session, so it cannot be found again; "
             "give it to `fp.load` or `fp.resume` as `method=`, or keep it in a file of its own."
         )
     return METHODS.find(name)
@@ -101,18 +97,7 @@ def available() -> dict[str, type[Method]]:
 
 def named(method: Method) -> Named:
     """A method as a configuration stores it: the name to find it by, and all its hyper-parameters."""
-    cls = type(method)
-    module = sys.modules.get(cls.__module__)
-    file = getattr(module, "__file__", None)
-    if cls.id in METHODS and METHODS[cls.id] is cls:
-        name = cls.id
-    elif getattr(module, cls.__qualname__, None) is not cls:  # made in a function or a session
-        name = f"{_SESSION}{cls.__qualname__}"
-    elif cls.__module__ == "__main__" or is_from_file(cls.__module__):
-        name = f"{Path(file).resolve()}:{cls.__qualname__}" if file else f"{_SESSION}{cls.__qualname__}"
-    else:
-        name = f"{cls.__module__}:{cls.__qualname__}"
-    return Named(name, plain(method))
+    return METHODS.named(method)
 
 
 for _file in _FILES:

@@ -117,6 +117,49 @@ def not_finite(state: State) -> str | None:
     return next((name for name, fine in zip(floats, finite, strict=True) if not fine), None)
 
 
+def malformed(state: object) -> str | None:
+    """Why this cannot be a state: a flat dict of dense tensors that hold values."""
+    if not isinstance(state, Mapping):
+        return f"it is {_called(state)}, not a dict of tensors"
+    for name, tensor in state.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            return f"{name!r} in it is {_called(tensor)}, not a tensor"
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+            what = "has no values (device meta)" if tensor.is_meta else "is sparse or packed"
+            return f"{name!r} in it {what}; expected a dense tensor"
+    return None
+
+
+def _called(thing: object) -> str:
+    return "None" if thing is None else f"a {type(thing).__name__}"
+
+
+def update_of(upload: Mapping[str, Tensor], origin: Mapping[str, Tensor]) -> State:
+    """The upload minus what it is an update of. A leaf that `origin` does not have is an update already."""
+    names = [name for name, tensor in upload.items() if name in origin and origin[name].shape == tensor.shape]
+    moved = torch._foreach_sub([upload[n] for n in names], [origin[n] for n in names]) if names else ()
+    return {**upload, **dict(zip(names, moved, strict=True))}
+
+
+@torch.no_grad()
+def length(state: Mapping[str, Tensor]) -> Tensor:
+    """The Euclidean length of all floating leaves together, not read yet; infinite where a square overflows."""
+    floats = [tensor.detach() for tensor in state.values() if tensor.is_floating_point() and tensor.numel()]
+    if not floats:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.linalg.vector_norm(torch.stack([norm.double() for norm in torch._foreach_norm(floats)]))
+
+
+def measured(upload: Mapping[str, Tensor], kinds: Mapping[str, str]) -> State:
+    """The leaves of an upload that its length is taken of: floating ones that are no scalars."""
+    return {n: t for n, t in upload.items() if t.is_floating_point() and kinds.get(n) != "scalar"}
+
+
+def update_length(upload: Mapping[str, Tensor], origin: Mapping[str, Tensor], kinds: Mapping[str, str]) -> Tensor:
+    """The length of the update that an upload makes, all measured leaves as one vector; not read yet."""
+    return length(update_of(measured(upload, kinds), origin))
+
+
 def inherit(model: Net, personal: State) -> None:
     """Set a client's personal model; until `own.trained` is set, to the common one. Chosen on the device, without
     waiting."""

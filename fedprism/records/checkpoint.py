@@ -45,6 +45,7 @@ class Manifest:
     round: int
     server: str
     clients: Mapping[str, str | None]
+    usual_length: float | None = None  # `Snapshot.usual_length`
 
     @cached_property
     def files(self) -> frozenset[str]:
@@ -68,6 +69,7 @@ def _manifest_text(manifest: Manifest) -> bytes:
         "round": manifest.round,
         "server": manifest.server,
         "clients": dict(manifest.clients),
+        "usual_length": manifest.usual_length,
     }
     text = json.dumps(body)
     return f'{text[:-1]}, "checksum": "{_checksum(text)}"}}\n'.encode()
@@ -89,7 +91,8 @@ def _read_manifest(path: Path) -> Manifest:
         named = all(not each or _SHA256.fullmatch(each) for each in files.values()) and files[_SERVER]
         if body["format"] != FORMAT or not named:
             raise Damaged(f"{path} is not a manifest of format {FORMAT}")
-        return Manifest(int(body["round"]), str(files.pop(_SERVER)), files)
+        usual = None if body["usual_length"] is None else float(body["usual_length"])
+        return Manifest(int(body["round"]), str(files.pop(_SERVER)), files, usual)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise Damaged(f"{path} is not a manifest") from None
 
@@ -137,7 +140,8 @@ class Checkpoints:
         else:
             clients = {n: None if s is None else self._store(n, s) for n, s in snapshot.clients.items()}
         atomic.fsync(self.files)
-        manifest, path = Manifest(snapshot.round, server, clients), self.manifest(snapshot.round)
+        manifest = Manifest(snapshot.round, server, clients, snapshot.usual_length)
+        path = self.manifest(snapshot.round)
         atomic.write(path, _manifest_text(manifest))
         self._manifests[snapshot.round] = (_signature(path), manifest)
         self.prune(snapshot.round, keep)
@@ -148,9 +152,12 @@ class Checkpoints:
         if manifest.round != round:
             raise Damaged(f"{self.manifest(round)} is of round {manifest.round}")
         server, files = self._fetch(_SERVER, manifest.server), manifest.clients.items()
-        if self._mapped:
-            return Snapshot(round, server, Files({n: None if f is None else self._verified(f) for n, f in files}))
-        return Snapshot(round, server, {n: None if f is None else self._fetch(n, f) for n, f in files})
+        clients: Mapping[str, State | None] = (
+            Files({name: None if file is None else self._verified(file) for name, file in files})
+            if self._mapped
+            else {name: None if file is None else self._fetch(name, file) for name, file in files}
+        )
+        return Snapshot(round, server, clients, manifest.usual_length)
 
     def newest(self, rounds: Sequence[int], last: int) -> Snapshot | None:
         """The newest sound checkpoint of `rounds` up to round `last`, with a warning for each one that is skipped."""

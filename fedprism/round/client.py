@@ -9,7 +9,7 @@ download. It returns the new state, the upload and what is recorded. It remember
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,14 +20,16 @@ from torch import Tensor, nn
 from fedprism.config import Config
 from fedprism.errors import ConfigError
 from fedprism.federation import ClientData, Split
-from fedprism.methods.base import Client, Context, Draw, Info, Method, Net, Output, Pass, State, load
+from fedprism.methods.base import Client, Context, Draw, Info, Method, Net, Output, Pass, State, UploadKind, load
 from fedprism.methods.leaves import everything, seal, tensors, travelling
-from fedprism.methods.states import blank, copy_of, not_finite
+from fedprism.methods.states import blank, copy_of, malformed, not_finite, update_length
 from fedprism.models import architectures
-from fedprism.round.engine import ClientScores, Failure, Result
+from fedprism.round.engine import Checked, ClientScores, Failure, Result
 from fedprism.round.evaluation import Evaluation, Tally, score_split
 from fedprism.round.training import Operations, finish_pass, fit, start_pass
 from fedprism.schedules import learning_rate
+from fedprism.transforms import make_transforms
+from fedprism.transforms.base import Crossing, to_wire
 
 ScoreSplit = Callable[[Evaluation, Client, Split], Tally]
 Tallies = dict[str, dict[str, Tally]]  # moment -> split
@@ -146,32 +148,48 @@ class Departure:
     ctx: Context
     state: State
     upload: State
+    kinds: Mapping[str, UploadKind]  # of the upload, as declared
+    length: Tensor  # of the update that the upload makes
     log_sums: State
     log_counts: dict[str, int]
     tallies: Tallies
+    wrong: str | None = None  # why the upload is none
 
 
 def depart(client: Client, job: Job, ctx: Context, score: ScoreSplit = score_split) -> Departure:
     """Copy out what is stored and the upload; test the moment `trained`, where asked for."""
-    state = copy_stored(client, job, ctx)
+    state, method = copy_stored(client, job, ctx), job.method
     with torch.no_grad():
-        upload = _copy_upload(client.model, state, job.method.upload(client, ctx))
+        upload, kinds = method.upload(client, ctx), method.uploads(client.model, ctx)
+        wrong = malformed(upload)
+        upload = {} if wrong else _copy_upload(client.model, state, upload)
+        length = update_length(upload, method.origin(ctx), kinds)
     sums = copy_of({name: client.log_sums[name] for name in client.log_counts})
     tested = "trained" in job.config.evaluate.moments and due(job.config, job.round + 1)
     tallies = {"trained": tally(client, job, "trained", score)} if tested else {}
-    return Departure(job, ctx, state, upload, sums, dict(client.log_counts), tallies)
+    return Departure(job, ctx, state, upload, kinds, length, sums, dict(client.log_counts), tallies, wrong)
 
 
 def finish(left: Departure, bad: str | None) -> Result | Failure:
     """Read the numbers and encode the upload; `bad` names a leaf that is not finite."""
+    if left.wrong is not None:
+        return Failure(f"its upload cannot be used: {left.wrong}")
     if bad is not None:
         return Failure(f"{bad} is not finite after local training", non_finite=True)
-    job = left.job
     logs = {name: total.item() / left.log_counts[name] for name, total in left.log_sums.items()}
-    with torch.no_grad():
-        sent = job.method.encode(left.upload, left.ctx)
-    checked = left.upload if sent is left.upload else None
-    return Result(left.state, sent, len(job.data.train), logs, read_scores(left.tallies), checked)
+    sent, done = encode_upload(left.job, left.ctx, left.upload, left.kinds)
+    checked = Checked(left.upload, float(left.length)) if sent is left.upload else None
+    return Result(left.state, sent, len(left.job.data.train), {**logs, **done}, read_scores(left.tallies), checked)
+
+
+@torch.no_grad()
+def encode_upload(
+    job: Job, ctx: Context, upload: State, kinds: Mapping[str, UploadKind]
+) -> tuple[State, Mapping[str, float]]:
+    """The upload as it is sent, and what its transforms say of it."""
+    crossing = Crossing(ctx, kinds, job.method.origin(ctx))
+    changed = to_wire(make_transforms(job.config.transforms), upload, crossing)
+    return job.method.encode(changed, ctx), crossing.logs
 
 
 def copy_stored(client: Client, job: Job, ctx: Context) -> State:

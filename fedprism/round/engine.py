@@ -1,7 +1,9 @@
 """The contract between the round loop and whatever runs clients: all of it.
 
-The loop hands an engine one `Request` per client and takes one answer per client, in any order. Where a client runs, on
-which hardware, how often it is tried again and how it is reached are the engine's business:
+The loop hands an engine one `Request` per client and takes one answer per client, in any order. Uploads are added up in
+client order, and one that comes early waits: an engine that begins clients roughly in this order keeps few of them in
+memory. Where a client runs, on which hardware, how often it is tried again and how it is reached are the engine's
+business:
 
 - A client that fails alone (its training diverges, its machine is gone, it answers too late) is a `Failure`. Its state
   stays as it was, and the others are aggregated.
@@ -32,6 +34,14 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Checked:
+    """An upload that is sound: every number is finite."""
+
+    upload: State
+    length: float  # of the update that it makes (`update_length`)
+
+
+@dataclass(frozen=True)
 class Result:
     """What one client gives back after training."""
 
@@ -40,7 +50,7 @@ class Result:
     samples: int
     logs: Mapping[str, float]
     scores: ClientScores
-    checked: State | None = None  # the upload, where the client itself has found it finite
+    checked: Checked | None = None  # what the client itself has found of these very tensors
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ class Snapshot:
     round: int
     server: State  # with the state of the server's optimiser (`server_optimizer.pack`)
     clients: Mapping[str, State | None]  # None: this client has never trained
+    usual_length: float | None = None  # median length of the updates that were accepted last; None: there were none yet
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,19 +20,22 @@ import torch
 from torch import nn
 
 from fedprism import keys
+from fedprism.aggregators import Aggregator, WeightedMean, make_aggregator
 from fedprism.config import ClientsConfig, Config
 from fedprism.errors import ConfigError
 from fedprism.federation import Federation
 from fedprism.methods import leaves, server_optimizer
-from fedprism.methods.base import Context, Info, Method, State, Upload
+from fedprism.methods.base import Context, Info, Method, State, UploadKind
 from fedprism.methods.mixed import check_mixed
 from fedprism.models import Arch
 from fedprism.round.client import chosen, due, make_context
 from fedprism.round.engine import ClientScores, Engine, Failure, Request, Result
 from fedprism.round.events import Callback, Plan, RoundRecord, Score, Snapshot, Status
-from fedprism.round.server import accept, aggregate
+from fedprism.round.server import Gathering, accept, longest_update
 from fedprism.store.clients import ClientStore, DiskStore, MemoryStore, clients_at_once
 from fedprism.store.serialize import size
+from fedprism.transforms import make_transforms
+from fedprism.transforms.base import Transform, check_transforms
 
 T = TypeVar("T")
 
@@ -50,7 +54,10 @@ class Loop:
     models: dict[Arch, nn.Module]  # one of each architecture, to ask the method what travels
     server: State
     states: ClientStore
+    transforms: tuple[Transform, ...] = ()
+    aggregator: Aggregator = field(default_factory=WeightedMean)
     optimizer_state: State = field(default_factory=dict)  # of the server's optimiser
+    usual_length: float | None = None  # median length of the updates of the last round that had any
     warned: bool = False  # of a round in which every client failed
     progress: tuple[int, int] = (0, 0)  # clients that are done in this stage before the current part, and all of it
 
@@ -108,21 +115,26 @@ class Loop:
         down = {client_id: size(self.download(client_id, ctx)) for client_id in dropped}
         arrived = _Arrived(dict.fromkeys(dropped, "dropped out after training"))
         training = [client_id for client_id in trainers if client_id not in arrived.failed]
+        asked = {client_id: len(self.federation.clients[client_id].train) for client_id in cohort}
+        uploads = Gathering(self.method, self.aggregator, self.server, ctx, asked)
+        limit = longest_update(self.server, self.usual_length)
         for part in self.parts(training):
-            answers = dict(self.engine.train(round, self.requests(part, ctx, down)))
-            clock.lap("train")
-            self.collect(arrived, {c: answers.get(c, Failure("gave no answer")) for c in part}, set(cohort), ctx)
-            del answers  # with states on disk, memory holds one part at a time
-            clock.lap("aggregate")
+            requests = self.requests(part, ctx, down)
+            for client_id, answer in in_order(part, self.engine.train(round, requests)):
+                clock.lap("train")
+                self.take_in(arrived, uploads, client_id, answer, requests[client_id], limit)
+                clock.lap("aggregate")
+        clock.lap("train")
         busy = set(trainers)
         for part in self.parts([client_id for client_id in recipients if client_id not in busy]):
             for client_id, state in self.engine.receive(round, self.requests(part, ctx, down)):
                 if not isinstance(state, Failure):
                     self.states[client_id] = state
-        if arrived.uploads:
-            self.server = self.with_memory(partial(self.aggregate, arrived.uploads, ctx))
+        if uploads.lengths:
+            self.server = self.with_memory(partial(self.aggregate, uploads))
+            self.usual_length = uploads.usual_length
         diverged = arrived.non_finite > 0 and arrived.non_finite == len(training)
-        if not arrived.uploads and not diverged:
+        if not uploads.lengths and not diverged:
             self.warn_once(round, arrived.failed)
         clock.lap("aggregate")
 
@@ -135,23 +147,31 @@ class Loop:
         record = RoundRecord(round + 1, cohort, arrived.failed, down, arrived.up, logs, scores, clock.seconds())
         return record, diverged
 
-    def collect(
-        self, arrived: _Arrived, answers: Mapping[str, Result | Failure], averaged: set[str], ctx: Context
+    def take_in(
+        self,
+        arrived: _Arrived,
+        uploads: Gathering,
+        client_id: str,
+        answer: Result | Failure,
+        request: Request,
+        limit: float,
     ) -> None:
-        """Take in what clients answered. Only uploads of `averaged` clients count; one that is refused is a failure."""
-        accepted = self.with_memory(partial(self.accept, answers, averaged, ctx))
-        for client_id, answer in answers.items():
-            upload = accepted.get(client_id)
-            if isinstance(answer, Failure):
-                arrived.fail(client_id, answer)
-            elif isinstance(upload, Failure):
-                arrived.fail(client_id, upload)
+        """Keep what a client answered. Only the cohort is averaged; a client whose upload is refused fails."""
+        if isinstance(answer, Result) and client_id in uploads.weights:
+            ctx, kinds = self.at_client(client_id, uploads.ctx, request), self.declared(client_id, uploads.ctx.round)
+            check = partial(accept, self.method, self.transforms, answer, kinds, self.server, ctx, limit)
+            found = self.with_memory(check)
+            if isinstance(found, Failure):
+                answer = found
             else:
-                self.states[client_id] = answer.state
-                arrived.logs[client_id], arrived.scores[client_id] = answer.logs, answer.scores
-                if upload is not None:
-                    arrived.up[client_id] = size(answer.upload)
-                    arrived.uploads.append(Upload(client_id, answer.samples, upload))
+                self.with_memory(partial(uploads.reserve, found.upload))
+                uploads.add(client_id, found, kinds, self.method.origin(ctx))
+                arrived.up[client_id] = size(answer.upload)
+        if isinstance(answer, Failure):
+            arrived.fail(client_id, answer)
+            return
+        self.states[client_id] = answer.state
+        arrived.logs[client_id], arrived.scores[client_id] = answer.logs, answer.scores
 
     def evaluate(self, round: int, cohort: Sequence[str]) -> ScoreTable:
         """The moments that follow an aggregation, for the clients that the configuration names."""
@@ -191,29 +211,22 @@ class Loop:
             down.update({client_id: size(request.download) for client_id, request in requests.items()})
         return requests
 
-    def accept(
-        self, answers: Mapping[str, Result | Failure], averaged: set[str], ctx: Context
-    ) -> dict[str, State | Failure]:
-        """The uploads that are averaged, decoded and checked; or why they are refused."""
-        found: dict[str, State | Failure] = {}
-        for client_id, answer in answers.items():
-            if isinstance(answer, Result) and client_id in averaged:
-                declared = self.declared(client_id, ctx.round)
-                own = ctx.replace(client_id=client_id)
-                found[client_id] = accept(self.method, answer, declared, self.server, own)
-        return found
+    def at_client(self, client_id: str, ctx: Context, request: Request) -> Context:
+        """The client's context, as far as the server knows it."""
+        own = ctx.replace(client_id=client_id)
+        return own.replace(download=self.method.decode(self.engine.place(request.download), own))
 
-    def declared(self, client_id: str, round: int) -> Mapping[str, str]:
+    def declared(self, client_id: str, round: int) -> Mapping[str, UploadKind]:
         """What a client will upload in a round: name -> kind."""
         model = self.models[self.info.archs[client_id]]
         return self.method.uploads(model, make_context(self.method, self.config, self.info, model, round, client_id))
 
-    def aggregate(self, uploads: list[Upload], ctx: Context) -> State:
+    def aggregate(self, uploads: Gathering) -> State:
         """The server's next state: the method's average, moved on by the server's optimiser."""
-        mean = aggregate(self.method, self.server, uploads, ctx)
+        mean = uploads.aggregate()
         if server_optimizer.is_plain(self.config.server):
             return mean
-        names = self.sent_weights(ctx.round, [upload.client_id for upload in uploads])
+        names = self.sent_weights(uploads.ctx.round, list(uploads.lengths))
         stepped, self.optimizer_state = server_optimizer.optimizer_step(
             self.config.server, names, self.server, mean, self.optimizer_state
         )
@@ -251,11 +264,12 @@ class Loop:
         packed = self.engine.place(start.server)
         self.server = server_optimizer.method_part(packed)
         self.optimizer_state = server_optimizer.optimizer_part(packed, self.optimizer_state)
+        self.usual_length = start.usual_length
 
     def report(self, callbacks: Sequence[Callback], record: RoundRecord) -> None:
         """Hand a round to the callbacks."""
         server = server_optimizer.pack(self.server, self.optimizer_state)
-        snapshot = Snapshot(record.round, server, self.states.snapshot())
+        snapshot = Snapshot(record.round, server, self.states.snapshot(), self.usual_length)
         for callback in callbacks:
             callback.round(record, snapshot)
 
@@ -306,7 +320,20 @@ def make_loop(method: Method, config: Config, info: Info, federation: Federation
     if config.clients.state == "disk":
         largest = max(size(method.build(a, c, info, info.seed).state_dict()) for a, c in owners.items())
         states = DiskStore(info.clients, engine.place, clients_at_once(largest, engine.workers))
-    loop = Loop(method, config, info, federation, engine, models, engine.place(server), states)
+    transforms, aggregator = make_transforms(config.transforms), make_aggregator(config.server.aggregator)
+    loop = Loop(method, config, info, federation, engine, models, engine.place(server), states, transforms, aggregator)
+    if method.needs_all_uploads and not isinstance(aggregator, WeightedMean):
+        raise ConfigError(
+            f"server.aggregator is {config.server.aggregator.name}, but {method.id} has an aggregation of its own, "
+            "which is no mean of uploads. Leave it at mean."
+        )
+    kinds = [
+        kind
+        for round in (0, config.train.rounds - 1)
+        for c in owners.values()
+        for kind in loop.declared(c, round).values()
+    ]
+    check_transforms(transforms, method.id, list(dict.fromkeys(kinds)))
     if not server_optimizer.is_plain(config.server):
         rounds = {0, config.train.rounds - 1}  # after a warm-up less may be sent, or more
         if not any(loop.sent_weights(round, [*owners.values()]) for round in rounds):
@@ -315,6 +342,21 @@ def make_loop(method: Method, config: Config, info: Info, federation: Federation
         first = {name: loop.server[name] for name in weights}
         loop.optimizer_state = server_optimizer.first_optimizer_state(config.server, first)
     return loop
+
+
+def in_order(
+    clients: Sequence[str], answers: Iterable[tuple[str, Result | Failure]]
+) -> Iterator[tuple[str, Result | Failure]]:
+    """One answer per client, in client order, each as soon as those before it are there. An early one waits."""
+    early: dict[str, Result | Failure] = {}
+    missing = deque(clients)
+    for client_id, answer in answers:
+        early[client_id] = answer
+        del answer  # it is not kept here while somebody works with it
+        while missing and missing[0] in early:
+            yield missing[0], early.pop(missing.popleft())
+    for client_id in missing:
+        yield client_id, early.pop(client_id, Failure("gave no answer"))
 
 
 def draw_cohort(clients: ClientsConfig, info: Info, round: int) -> tuple[str, ...]:
@@ -351,7 +393,6 @@ class _Arrived:
     up: dict[str, int] = field(default_factory=dict)
     logs: dict[str, Mapping[str, float]] = field(default_factory=dict)
     scores: dict[str, ClientScores] = field(default_factory=dict)
-    uploads: list[Upload] = field(default_factory=list)
 
     def fail(self, client_id: str, failure: Failure) -> None:
         self.failed[client_id] = failure.reason

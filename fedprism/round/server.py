@@ -1,42 +1,71 @@
-"""The server's part of a round: check what arrived and aggregate it. Its optimisers: `methods/server_optimizer.py`."""
+"""The server's part of a round: check what arrived, gather it and aggregate it.
+
+Its optimisers are in `methods/server_optimizer.py`, its aggregators in `aggregators.py`.
+"""
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 
 import torch
 
+from fedprism.aggregators import Aggregator, Sent, WeightedMean
 from fedprism.errors import FedprismError
-from fedprism.methods.base import Context, Method, State, Upload
-from fedprism.methods.states import not_finite
-from fedprism.round.engine import Failure, Result
+from fedprism.methods.base import Context, Mean, Method, State, Upload, UploadKind
+from fedprism.methods.states import WeightedSum, length, malformed, not_finite, update_length
+from fedprism.round.engine import Checked, Failure, Result
+from fedprism.transforms.base import Crossing, Transform, from_wire
+
+FAR = 1000.0  # times the usual length: an update that is longer is refused
+UNKNOWN = 1e6  # root mean square of an upload, where the server holds nothing but zeros to compare it with
 
 
-def accept(method: Method, result: Result, declared: Mapping[str, str], server: State, ctx: Context) -> State | Failure:
+def accept(
+    method: Method,
+    transforms: Sequence[Transform],
+    result: Result,
+    kinds: Mapping[str, UploadKind],
+    server: State,
+    ctx: Context,
+    limit: float,
+) -> Checked | Failure:
     """A client's upload, decoded, or why it is refused: it cannot be decoded, is not what the method declares, has a
-    wrong type or shape, or is not finite."""
+    wrong type or shape, is not finite, or is an update that is longer than `limit`. `ctx` is that client's."""
     try:
-        upload = method.decode(result.upload, ctx)
+        wrong = malformed(result.upload)
+        upload = result.upload if wrong else method.decode(result.upload, ctx)
+        if transforms and not wrong:
+            upload = from_wire(transforms, upload, Crossing(ctx, kinds, method.origin(ctx)))
+        wrong = wrong or malformed(upload) or _other_than_declared(upload, kinds, server)
     except torch.OutOfMemoryError:
         raise
-    except (FedprismError, RuntimeError, LookupError, ValueError, TypeError) as error:
+    except (FedprismError, RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
         return Failure(f"its upload cannot be decoded: {type(error).__name__}: {error}")
-    wrong = _check_kinds(upload, declared, server)
-    if wrong is None and result.checked is not upload:  # else the client's own check has seen these very tensors
+    if wrong is not None:
+        return Failure(f"its upload cannot be used: {wrong}")
+    found = result.checked
+    if found is None or found.upload is not upload:  # else the client's own check has seen these very tensors
         bad = not_finite(upload)
-        wrong = None if bad is None else Failure(f"{bad} in its upload is not finite", non_finite=True)
-    return upload if wrong is None else wrong
+        if bad is not None:
+            return Failure(f"{bad} in its upload is not finite", non_finite=True)
+        found = Checked(upload, float(update_length(upload, method.origin(ctx), kinds)))
+    if found.length > limit:
+        reason = f"its update has length {found.length:.3g}, far from what is usual: the limit is {limit:.3g}"
+        return Failure(reason, non_finite=True)
+    return found
 
 
-def _check_kinds(upload: State, declared: Mapping[str, str], server: State) -> Failure | None:
-    if upload.keys() != declared.keys():
-        odd = sorted(upload.keys() ^ declared.keys())
-        return Failure(f"its upload is not what the method declares: {', '.join(odd[:3])} missing or unknown")
+def _other_than_declared(upload: State, kinds: Mapping[str, str], server: State) -> str | None:
+    if upload.keys() != kinds.keys():
+        odd = sorted(upload.keys() ^ kinds.keys())
+        return f"it is not what the method declares: {', '.join(odd[:3])} missing or unknown"
     for name, tensor in upload.items():
-        like = tensor.new_empty(()) if declared[name] == "scalar" else tensor
+        like = tensor.new_empty(()) if kinds[name] == "scalar" else tensor
         expected = server.get(name, like)
         if (tensor.dtype, tensor.shape) != (expected.dtype, expected.shape):
-            return Failure(f"{name} in its upload is {_kind(tensor)}, expected {_kind(expected)}")
+            return f"{name} in it is {_kind(tensor)}, expected {_kind(expected)}"
     return None
 
 
@@ -44,10 +73,82 @@ def _kind(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
 
 
-def aggregate(method: Method, server: State, uploads: Sequence[Upload], ctx: Context) -> State:
-    """What the method makes of the uploads."""
-    mean = method.aggregate(server, uploads, ctx)
-    if mean.keys() != server.keys():
-        changed = sorted(mean.keys() ^ server.keys())
-        raise FedprismError(f"{method.id}.aggregate changed the server's keys: {changed[:3]}; they must stay constant.")
-    return mean
+def longest_update(server: State, usual: float | None) -> float:
+    """How long an update may be: `FAR` times the usual length, which in the first round is that of the server's
+    weights. It may always be as long as these, so that a federation that hardly moves can begin to move again."""
+    floats = {name: tensor for name, tensor in server.items() if tensor.is_floating_point()}
+    weights = float(length(floats))
+    if weights == 0:
+        return FAR * max(usual or 0.0, UNKNOWN * math.sqrt(sum(tensor.numel() for tensor in floats.values())))
+    return FAR * weights if usual is None else max(FAR * usual, weights)
+
+
+class Gathering:
+    """The uploads of one round: added up as they come or, where the method or the aggregator needs all, kept.
+
+    Weights are those of the clients that were asked (client -> training images). Where one of them gives nothing, the
+    sum is rescaled once, at the end.
+    """
+
+    def __init__(
+        self, method: Method, aggregator: Aggregator, server: State, ctx: Context, asked: Mapping[str, int]
+    ) -> None:
+        self.method, self.aggregator, self.server, self.ctx, self.asked = method, aggregator, server, ctx, asked
+        self.weights = dict(zip(asked, ctx.shares(list(asked.values())), strict=True))
+        self.keeps = method.needs_all_uploads or not isinstance(aggregator, WeightedMean)
+        self.in_total = () if method.needs_all_uploads else tuple(method.totals(server, ctx))
+        self.lengths: dict[str, float] = {}  # of the updates that were accepted, by client
+        self.kept: list[Sent] = []
+        self.sum, self.total = WeightedSum(), WeightedSum()
+
+    def reserve(self, upload: State) -> None:
+        """Take the memory that adding this upload needs."""
+        if not self.keeps:
+            self.sum.reserve(upload)
+            self.total.reserve({name: upload[name] for name in self.in_total})
+
+    def add(self, client_id: str, found: Checked, kinds: Mapping[str, str], origin: State) -> None:
+        """One more upload, in client order."""
+        self.lengths[client_id] = found.length
+        weight, upload = self.weights[client_id], found.upload
+        if self.keeps:
+            self.kept.append(Sent(upload, kinds, origin, found.length, weight))
+        else:
+            self.sum.add(upload, weight)
+            self.total.add({name: upload[name] for name in self.in_total}, 1 / len(self.ctx.info.clients))
+
+    @property
+    def usual_length(self) -> float:
+        """The median length of the updates that were accepted."""
+        return statistics.median(self.lengths.values())
+
+    def aggregate(self) -> State:
+        """What the method makes of the uploads."""
+        method, server, ctx, clients = self.method, self.server, self.ctx, tuple(self.lengths)
+        if method.needs_all_uploads:
+            uploads = [Upload(c, self.asked[c], sent.state) for c, sent in zip(clients, self.kept, strict=True)]
+            after = method.aggregate(server, uploads, ctx)
+        else:
+            after = method.combine(server, self._mean(clients), ctx)
+        if after.keys() != server.keys():
+            changed, hook = sorted(after.keys() ^ server.keys()), "aggregate" if method.needs_all_uploads else "combine"
+            raise FedprismError(
+                f"{method.id}.{hook} changed the server's keys: {changed[:3]}; they must stay constant."
+            )
+        return after
+
+    def _mean(self, clients: tuple[str, ...]) -> Mean:
+        arrived = math.fsum(self.weights[c] for c in clients)
+        scale = 1.0 if len(clients) == len(self.weights) else 1 / arrived
+        if not self.keeps:
+            return Mean(clients, self.sum.result(scale), self.total.result())
+        state = self.aggregator.aggregate([_share(sent, sent.weight * scale) for sent in self.kept])
+        part = len(clients) / len(self.ctx.info.clients)  # a sum over all clients is so much of a plain mean
+        plain = self.aggregator.aggregate([_share(sent, 1 / len(clients), self.in_total) for sent in self.kept])
+        return Mean(clients, state, {name: part * tensor for name, tensor in plain.items()})
+
+
+def _share(sent: Sent, weight: float, names: Sequence[str] | None = None) -> Sent:
+    """The same with another weight, and with these leaves alone."""
+    state = sent.state if names is None else {name: sent.state[name] for name in names}
+    return Sent(state, sent.kinds, sent.origin, sent.length, weight)

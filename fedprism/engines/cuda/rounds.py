@@ -80,6 +80,7 @@ def read_rounds(departures: Mapping[str, Departure]) -> dict[str, Result | Failu
     probe = pending.add(finite_probe([tensor for leaves in floats.values() for tensor in leaves.values()]))
     logs = {c: {name: pending.add(t) for name, t in left.log_sums.items()} for c, left in departures.items()}
     tallies = {c: pending.add_tallies(left.tallies) for c, left in departures.items()}
+    lengths = {c: pending.add(left.length) for c, left in departures.items()}
     pending.fetch()
     probes, begin, results = pending[probe].tolist(), 0, {}
     for client_id, left in departures.items():
@@ -88,7 +89,8 @@ def read_rounds(departures: Mapping[str, Departure]) -> dict[str, Result | Failu
         bad = next((name for name, value in ends if not math.isfinite(value)), None)
         sums = {name: pending[place] for name, place in logs[client_id].items()}
         pending.read_tallies(left.tallies, tallies[client_id])
-        results[client_id], begin = finish(replace(left, log_sums=sums), bad), end
+        read = replace(left, log_sums=sums, length=pending[lengths[client_id]])
+        results[client_id], begin = finish(read, bad), end
     return results
 
 

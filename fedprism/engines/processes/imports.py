@@ -18,6 +18,7 @@ from fedprism.methods.base import Info, Method
 from fedprism.models import MODELS
 from fedprism.plugins import is_from_file
 from fedprism.schedules import SCHEDULES
+from fedprism.transforms import TRANSFORMS
 
 
 def why_not(method: Method) -> str | None:
@@ -72,7 +73,8 @@ def make_setup(method: Method, config: Config, info: Info) -> Setup:
 
 def _homes(method: Method) -> set[str]:
     """The modules outside fedprism that define the method, or have filed something that a run may name."""
-    filed = [type(method)] + [kind for table in (METHODS, MODELS, CHANGES, SCHEDULES) for _, kind in table.items()]
+    tables = (METHODS, MODELS, CHANGES, SCHEDULES, TRANSFORMS)
+    filed = [type(method)] + [kind for table in tables for _, kind in table.items()]
     return {kind.__module__ for kind in filed if kind.__module__.partition(".")[0] != "fedprism"}
 
 

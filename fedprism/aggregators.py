@@ -1,0 +1,139 @@
+"""How the server makes one state of many uploads (`server.aggregator`), for methods whose aggregation is a mean.
+
+The mean adds uploads up as they come. All others need every upload of the round at once. Whole-number counters are
+rounded.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedprism.config import Named, positive, setting
+from fedprism.methods.base import State, average
+from fedprism.methods.states import measured, update_of
+from fedprism.plugins import Plugins
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One accepted upload, and what an aggregator may ask about it."""
+
+    state: State
+    kinds: Mapping[str, str]
+    origin: State  # what it is an update of, by name; a leaf that is not here is an update already
+    length: float  # of the update (`update_length`)
+    weight: float  # in a mean; the weights of all that were accepted add up to 1
+
+
+@dataclass(frozen=True)
+class Aggregator:
+    """The weighted mean."""
+
+    id: ClassVar[str] = ""
+    idea: ClassVar[str] = ""
+
+    def aggregate(self, uploads: Sequence[Sent]) -> State:
+        """One state of all uploads, which have the same names. Changes no input in place."""
+        return average([each.state for each in uploads], [each.weight for each in uploads])
+
+
+AGGREGATORS: Plugins[Aggregator] = Plugins("aggregator", Aggregator)
+
+
+def make_aggregator(named: Named) -> Aggregator:
+    """The aggregator of a configuration."""
+    return AGGREGATORS.make(named, "server.aggregator")
+
+
+@AGGREGATORS.register("mean")
+@dataclass(frozen=True)
+class WeightedMean(Aggregator):
+    """the weighted mean, added up as uploads come: no protection"""
+
+    id = "mean"
+    idea = "sum of weight times upload"
+
+
+@AGGREGATORS.register("trimmed_mean")
+@dataclass(frozen=True)
+class TrimmedMean(Aggregator):
+    """per number, the plain mean without the largest and the smallest values"""
+
+    id = "trimmed_mean"
+    idea = (
+        "Coordinate-wise trimmed mean (Yin et al., ICML 2018). Every client counts once, whatever its weight: "
+        "otherwise one that claims many images would outvote the others."
+    )
+
+    trim: float = setting(
+        0.2,
+        "share of uploads left out at each end, rounded up; at least one stays",
+        lambda v: 0 <= v < 0.5,
+        "0 to below 0.5",
+    )
+
+    def aggregate(self, uploads: Sequence[Sent]) -> State:
+        # A product such as 0.1 x 30 is a little more than 3; 9 digits are enough for a share.
+        many = len(uploads)
+        cut = min(-int(-round(self.trim * many, 9) // 1), (many - 1) // 2)
+        return _by_leaf(uploads, lambda rows: rows.sort(0).values[cut : many - cut].mean(0))
+
+
+@AGGREGATORS.register("median")
+@dataclass(frozen=True)
+class Median(Aggregator):
+    """per number, the median"""
+
+    id = "median"
+    idea = "Coordinate-wise median (Yin et al., ICML 2018); of an even number, the mean of the middle two."
+
+    def aggregate(self, uploads: Sequence[Sent]) -> State:
+        cut = (len(uploads) - 1) // 2
+        return _by_leaf(uploads, lambda rows: rows.sort(0).values[cut : len(uploads) - cut].mean(0))
+
+
+@AGGREGATORS.register("norm_bounded")
+@dataclass(frozen=True)
+class NormBounded(Aggregator):
+    """the weighted mean of updates that are scaled down to a bound"""
+
+    id = "norm_bounded"
+    idea = (
+        "Norm bounding (Sun et al., Can You Really Backdoor Federated Learning?, 2019): an update u becomes "
+        "u min(1, max / |u|) before the weighted mean."
+    )
+
+    max: float | None = setting(
+        None, "maximum length of an update; null: the median length of the round", positive, "above 0"
+    )
+
+    def aggregate(self, uploads: Sequence[Sent]) -> State:
+        bound = statistics.median(each.length for each in uploads) if self.max is None else self.max
+        return average([_bounded(each, bound) for each in uploads], [each.weight for each in uploads])
+
+
+def _bounded(sent: Sent, bound: float) -> State:
+    """The upload with its update scaled down to this length, counters aside."""
+    if sent.length <= bound:
+        return sent.state
+    update, share = update_of(measured(sent.state, sent.kinds), sent.origin), bound / sent.length
+    return {
+        **sent.state,
+        **{n: sent.origin[n] + share * u if n in sent.origin else share * u for n, u in update.items()},
+    }
+
+
+def _by_leaf(uploads: Sequence[Sent], one: Callable[[Tensor], Tensor]) -> State:
+    """A state whose every leaf is `one` of the rows `[uploads, ...]`; whole numbers in double precision."""
+    merged = {}
+    for name, first in uploads[0].state.items():
+        rows = torch.stack([each.state[name] for each in uploads])
+        found = one(rows if first.is_floating_point() else rows.double())
+        merged[name] = found if first.is_floating_point() else found.round().to(first.dtype)
+    return merged

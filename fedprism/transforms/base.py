@@ -1,0 +1,115 @@
+"""What a transform is: a change to uploads on their way, of which neither methods nor engines know.
+
+A transform has two halves. The client's half works on what the method uploads, before `Method.encode` and before it
+leaves the client. The server's half undoes it where that is needed, after `Method.decode` and before aggregation:
+
+    client: upload -> first.client -> second.client -> encode  ~~~>  decode -> second.server -> first.server: server
+
+A transform is a frozen dataclass. Its fields are its settings; it remembers nothing from one upload to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedprism.config import setting
+from fedprism.errors import ConfigError
+from fedprism.methods.base import Context, State, UploadKind
+from fedprism.methods.states import update_of
+
+MARK = ":"  # between the name of a leaf and that of a part of it, for transforms that send a leaf in parts
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """One upload on its way: what both ends know of it."""
+
+    ctx: Context  # round, client and seed
+    kinds: Mapping[str, UploadKind]  # of everything that the method uploads
+    origin: State  # what the upload is an update of, by name; a leaf that is not here is an update already
+    place: int = 0  # of the transform in the list: part of the key of its noise
+    logs: dict[str, float] = field(default_factory=dict)
+
+    def chosen(self, state: Mapping[str, Tensor], kinds: Sequence[str]) -> State:
+        """The floating leaves of these kinds."""
+        return {n: t for n, t in state.items() if self.kinds.get(n) in kinds and t.is_floating_point()}
+
+    def update(self, chosen: State) -> State:
+        """The update that these leaves make: upload minus origin."""
+        return update_of(chosen, self.origin)
+
+    def add_origin(self, update: State) -> State:
+        """The inverse of `update`."""
+        return {n: self.origin[n] + t if n in self.origin else t for n, t in update.items()}
+
+    def rng(self, purpose: str, like: Tensor) -> torch.Generator:
+        """A generator keyed by seed, round, client, transform and purpose, on the device of `like`."""
+        return self.ctx.rng("transform", self.place, purpose, like=like)
+
+    def log(self, name: str, value: float) -> None:
+        """Record what the transform did to this upload, on the client."""
+        self.logs[name] = value
+
+
+@dataclass(frozen=True)
+class Transform:
+    """No change at all. Override `client`, and `server` if what is sent must be undone."""
+
+    id: ClassVar[str] = ""
+    idea: ClassVar[str] = ""
+    shows: ClassVar[Mapping[str, str]] = {}  # what the names mean that it logs
+    packs: ClassVar[bool] = False  # does it send leaves in a form that only its own `server` can read?
+
+    kinds: tuple[UploadKind, ...] = setting(("weights", "factors"), "kinds of uploaded leaves that it acts on")
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "id" not in cls.__dict__:
+            cls.id = cls.__name__.lower()
+
+    def client(self, upload: State, crossing: Crossing) -> State:
+        """What is sent instead of the upload. Changes no input in place."""
+        return upload
+
+    def server(self, sent: State, crossing: Crossing) -> State:
+        """The upload again, with the names, types and shapes that the method declares. Changes no input in place."""
+        return sent
+
+
+def to_wire(transforms: Sequence[Transform], upload: State, crossing: Crossing) -> State:
+    """All client halves, in order. What they log is in `crossing.logs`."""
+    for place, transform in enumerate(transforms):
+        upload = transform.client(upload, replace(crossing, place=place))
+    return upload
+
+
+def from_wire(transforms: Sequence[Transform], sent: State, crossing: Crossing) -> State:
+    """All server halves, the last one first."""
+    for place, transform in reversed(list(enumerate(transforms))):
+        sent = transform.server(sent, replace(crossing, place=place))
+    return sent
+
+
+def check_transforms(transforms: Sequence[Transform], method: str, uploads: Sequence[str]) -> None:
+    """Refuse a transform that would do nothing: no leaf of its kinds is uploaded, or another one has packed them.
+
+    `uploads` are the kinds that the method uploads, over all clients and rounds.
+    """
+    packed: dict[str, str] = {}  # kind -> the transform that packs it
+    for each in transforms:
+        left = [kind for kind in each.kinds if kind in uploads and kind not in packed]
+        taken = next((packed[kind] for kind in each.kinds if kind in packed), None)
+        if not left and taken is not None:
+            raise ConfigError(f"transforms: {each.id} comes after {taken}, which packs what it acts on; put it before.")
+        if not left:
+            has = f"uploads {', '.join(dict.fromkeys(uploads))}" if uploads else "uploads nothing"
+            raise ConfigError(
+                f"transforms: {each.id} acts on {', '.join(each.kinds) or 'nothing'}, but {method} {has}. Leave it "
+                f"out, or set its kinds."
+            )
+        packed |= dict.fromkeys(left, each.id) if each.packs else {}

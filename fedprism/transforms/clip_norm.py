@@ -1,0 +1,38 @@
+"""clip_norm: no update of a client is longer than a bound."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fedprism.config import positive, setting
+from fedprism.methods.states import State, length
+from fedprism.transforms import TRANSFORMS
+from fedprism.transforms.base import Crossing, Transform
+
+
+@TRANSFORMS.register("clip_norm")
+@dataclass(frozen=True)
+class ClipNorm(Transform):
+    """scale an update that is longer than `max` down to this length"""
+
+    id = "clip_norm"
+    idea = "An update u (upload minus download, all its leaves as one vector) becomes u min(1, max / |u|)."
+    shows = {
+        "clip_norm/clipped": "was the update clipped: 1 or 0",
+        "clip_norm/length": "length of the update before clipping",
+    }
+
+    max: float = setting(1.0, "maximum Euclidean length of an update", positive, "above 0")
+
+    def client(self, upload: State, crossing: Crossing) -> State:
+        chosen = crossing.chosen(upload, self.kinds)
+        update = crossing.update(chosen)
+        found = float(length(update))
+        crossing.log("clip_norm/length", found)
+        crossing.log("clip_norm/clipped", float(found > self.max))
+        if found <= self.max:  # bit by bit what it was
+            return upload
+        shorter = torch._foreach_mul(list(update.values()), self.max / found)
+        return {**upload, **crossing.add_origin(dict(zip(update, shorter, strict=True)))}
