@@ -38,6 +38,7 @@ from fedprism.engines.processes.engine import Processes
 from fedprism.engines.processes.handle import Pool, WorkerHandle, end_all
 from fedprism.engines.processes.imports import why_not
 from fedprism.engines.processes.worker import pack
+from fedprism.engines.queue import ClientQueue
 from fedprism.errors import ConfigError, FedprismError
 from fedprism.federation import Federation
 from fedprism.methods import METHODS, make
@@ -159,7 +160,8 @@ def test_data_that_workers_have_no_room_for(tiny: Federation, spare: Pool, monke
     assert kept == [3, 1, 0]
 
 
-def test_the_largest_go_first_and_each_client_answers_once(unequal: Federation, spare: Pool) -> None:
+def test_clients_go_in_order_within_a_window_and_each_answers_once(unequal: Federation, spare: Pool) -> None:
+    """One worker has a window of two: the largest waits outside of it. A test has none, since nothing is added up."""
     config, method = structure({"train": {"rounds": 1}}, Config), fp.FedAvg()
     engine = Borrowed.of(spare, 1, method, config, unequal)
     loop = loop_for(method, config, unequal, engine)
@@ -170,11 +172,30 @@ def test_the_largest_go_first_and_each_client_answers_once(unequal: Federation, 
     given: list[str] = []
     give = engine._give
     engine._give = lambda handle, *rest: (given.append(rest[2]), give(handle, *rest))[1]  # type: ignore[method-assign]
-    assert [client_id for client_id, _ in engine.train(0, requests)] == [large, middle, small]
-    assert given == [large, middle, small]
+    assert [client_id for client_id, _ in engine.train(0, requests)] == [middle, small, large]
+    assert given == [middle, small, large]
     assert progress == [(1, 3), (2, 3), (3, 3)]
+    assert [client_id for client_id, _ in engine.evaluate(1, requests)] == [large, middle, small]
     assert list(engine.receive(0, {})) == []
     engine.close()
+
+
+def test_a_queue_hands_out_the_largest_of_its_window() -> None:
+    """Clients a to f, of whom c and e are the largest; a window of three."""
+    cost = {"a": 2, "b": 1, "c": 5, "d": 3, "e": 9, "f": 4}
+    queue = ClientQueue(list(cost), lambda name: float(cost[name]), 3)
+    assert [queue.take() for _ in range(4)] == ["c", "a", "b", None], "d to f are beyond the window"
+    queue.answered("c")
+    assert queue.take() is None, "a has no answer yet"
+    queue.answered("a")
+    assert (queue.take(), queue.take()) == ("d", None)
+    queue.put_back(["b"])
+    assert (len(queue), queue.take(), queue.take()) == (3, "b", None)
+    queue.answered("b")
+    assert (queue.take(), queue.take()) == ("e", "f")
+    assert (len(queue), queue.take()) == (0, None)
+    free = ClientQueue(list(cost), lambda name: float(cost[name]), None)
+    assert [free.take() for _ in range(6)] == ["e", "c", "f", "d", "a", "b"]
 
 
 def test_records_keep_the_order_of_clients_whoever_answers_first(tiny: Federation, spare: Pool) -> None:

@@ -48,6 +48,7 @@ from fedprism.store.serialize import size
 P = TypeVar("P")  # what a client's work leaves on the device
 T = TypeVar("T")
 Work = Callable[[SlotCapture, Job, State | None, State], Steps[P]]
+Read = Callable[[Mapping[str, P]], Mapping[str, T]]
 log = logging.getLogger("fedprism")
 
 NAME = "cuda-graphs"
@@ -115,7 +116,8 @@ class CudaGraphs(Engine):
         self.cuda = device.type == "cuda"
         self.slots: list[Slot] = []
         self.max_slots = MAX_SLOTS if config.run.slots == "auto" else config.run.slots
-        self.trained = 0  # calls of `train` so far
+        self.trained = 0  # groups of clients so far
+        self.answer_size: int | None = None  # bytes of the largest so far: what is stored, and the upload
         self.probed = config.run.slots != "auto"
         self.replay_seconds: float | None = None  # of one capture alone, once that is known
         self.alone = False  # has memory run out with one slot?
@@ -127,27 +129,31 @@ class CudaGraphs(Engine):
         self.data, self.pool = ClientBuffers(federation, device, self.limit), PinnedPool(device)
 
     def train(self, round: int, requests: Mapping[str, Request]) -> Iterator[tuple[str, Result | Failure]]:
-        if not requests:
-            return iter(())
         if self.trained and not self.probed and len(requests) >= len(self.slots):
             self.probed = True
             self.max_slots = self._probe(requests)
             self._drop_slots()
         if self.trained and self.replay_seconds is None:
             self.replay_seconds = self._time_a_replay()
-        answers = self._all(round_steps, read_rounds, round, requests)
-        self.trained += 1
-        if self.trained == 1 and self.cuda:  # what exists by now stays; scanning it again and again is slow
-            gc.collect()
-            gc.freeze()
-        states = self._parked({c: answer.state for c, answer in answers.items() if isinstance(answer, Result)})
-        return ((c, replace(a, state=states[c]) if isinstance(a, Result) else a) for c, a in answers.items())
+        for answers in self._in_groups(round_steps, read_rounds, round, requests):
+            self.trained += 1
+            if self.trained == 1 and self.cuda:  # what exists by now stays; scanning it again and again is slow
+                gc.collect()
+                gc.freeze()
+            results = {c: answer for c, answer in answers.items() if isinstance(answer, Result)}
+            self._note_size({**result.state, **result.upload} for result in results.values())
+            states = self._parked({c: result.state for c, result in results.items()})
+            del results
+            for client_id in list(answers):
+                answer = answers.pop(client_id)  # which is kept by nobody but the loop
+                yield client_id, replace(answer, state=states.pop(client_id)) if isinstance(answer, Result) else answer
 
     def evaluate(self, round: int, requests: Mapping[str, Request]) -> Iterator[tuple[str, ClientScores | Failure]]:
         yield from self._all(evaluate_steps, read_evaluations, round, requests).items()
 
     def receive(self, round: int, requests: Mapping[str, Request]) -> Iterator[tuple[str, State | Failure]]:
-        yield from self._parked(self._all(receive_steps, read_states, round, requests)).items()
+        for states in self._in_groups(receive_steps, read_states, round, requests):
+            yield from self._parked(states).items()
 
     def place(self, state: State) -> State:
         return {name: tensor.to(self.where) for name, tensor in state.items()}
@@ -165,12 +171,29 @@ class CudaGraphs(Engine):
             gc.collect()
             torch.cuda.empty_cache()
 
+    def _in_groups(
+        self, work: Work[P], read: Read[P, T], round: int, requests: Mapping[str, Request]
+    ) -> Iterator[dict[str, T]]:
+        """The answers of all clients or, where the device does not hold so many, of some after the others."""
+        clients, done = list(requests), 0
+        while done < len(clients):
+            at_once = 2 * MAX_SLOTS if self.answer_size is None else max(2 * MAX_SLOTS, self.limit // self.answer_size)
+            group = {client_id: requests[client_id] for client_id in clients[done : done + at_once]}
+            yield self._all(work, read, round, group, done, len(clients))
+            done += len(group)
+
+    def _note_size(self, answers: Iterable[State]) -> None:
+        """How much of the device an answer takes."""
+        self.answer_size = max(1, self.answer_size or 0, max(map(size, answers), default=0))
+
     def _all(
         self,
         work: Work[P],
-        read: Callable[[Mapping[str, P]], Mapping[str, T]],
+        read: Read[P, T],
         round: int,
         requests: Mapping[str, Request],
+        done: int = 0,
+        total: int | None = None,
     ) -> dict[str, T]:
         """Launch every client in a slot, largest first, each where there is least to do; read all answers together."""
         launched: dict[str, P] = {}
@@ -192,7 +215,7 @@ class CudaGraphs(Engine):
             try:
                 for client_id, left in self._in_turn(begin, [[c for c in queue if c in some] for queue in queues]):
                     launched[client_id] = left
-                    self.on_progress(len(launched), len(requests))
+                    self.on_progress(done + len(launched), total or len(requests))
             except torch.OutOfMemoryError as error:
                 short = str(error)
             if short:  # past the exception, which holds what was under way; that is begun anew

@@ -14,7 +14,7 @@ import signal
 import sys
 import warnings
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -29,6 +29,7 @@ from fedprism.engines import ENGINES
 from fedprism.engines.processes.handle import Pool, WorkerHandle, end_all
 from fedprism.engines.processes.imports import make_setup, why_not
 from fedprism.engines.processes.worker import AHEAD, Answer, Task, WorkerError, pack
+from fedprism.engines.queue import ClientQueue
 from fedprism.errors import ConfigError, FedprismError
 from fedprism.federation import Federation
 from fedprism.methods.base import Info, Method, State
@@ -70,7 +71,7 @@ class Processes(Engine):
         weakref.finalize(self, end_all, self.pool, os.getpid())
 
     def train(self, round: int, requests: Mapping[str, Request]) -> Iterator[tuple[str, Result | Failure]]:
-        return self._each("train", round, requests)
+        return self._each("train", round, requests, window=AHEAD * self.workers)
 
     def evaluate(self, round: int, requests: Mapping[str, Request]) -> Iterator[tuple[str, ClientScores | Failure]]:
         return self._each("evaluate", round, requests)
@@ -82,34 +83,39 @@ class Processes(Engine):
         """End all workers; a further request would start new ones."""
         end_all(self.pool, os.getpid())
 
-    def _each(self, kind: str, round: int, requests: Mapping[str, Request]) -> Iterator[tuple[str, Any]]:
+    def _each(
+        self, kind: str, round: int, requests: Mapping[str, Request], window: int | None = None
+    ) -> Iterator[tuple[str, Any]]:
         try:
-            yield from self._deal(kind, round, requests)
+            yield from self._deal(kind, round, requests, ClientQueue(list(requests), self._cost, window))
         except BaseException:  # Ctrl-C, too: nobody would read what the workers are working on
             self.close()
             raise
 
-    def _deal(self, kind: str, round: int, requests: Mapping[str, Request]) -> Iterator[tuple[str, Any]]:
-        """Clients to workers, the largest first, each to a worker that is free; answers as they come."""
-        queue = deque(sorted(requests, key=self._cost, reverse=True))
+    def _deal(
+        self, kind: str, round: int, requests: Mapping[str, Request], queue: ClientQueue
+    ) -> Iterator[tuple[str, Any]]:
+        """Clients to workers, each to a worker that is free; answers as they come."""
         deaths: Counter[str | None] = Counter()
         done = 0
         while len(self.pool) < min(self.workers, len(requests)):
             self._start()
         while done < len(requests):
             for handle in self.pool:
-                if queue and not handle.under_way:
-                    self._give(handle, kind, round, queue.popleft(), requests)
+                if not handle.under_way and (next_one := queue.take()) is not None:
+                    self._give(handle, kind, round, next_one, requests)
             # The next client is there before the last answer is read; but the last ones wait for who is free first.
             for handle in self.pool:
-                if len(queue) >= len(self.pool) and len(handle.under_way) < AHEAD:
-                    self._give(handle, kind, round, queue.popleft(), requests)
+                if len(queue) < len(self.pool) or len(handle.under_way) >= AHEAD:
+                    continue
+                if (next_one := queue.take()) is not None:
+                    self._give(handle, kind, round, next_one, requests)
             for handle in self._ready():
                 client_id = handle.under_way[0]
                 try:
                     answer, states = handle.answer()
                 except (EOFError, OSError):
-                    queue.extendleft(each for each in reversed(handle.under_way) if each is not None)
+                    queue.put_back([each for each in handle.under_way if each is not None])
                     deaths[client_id] += 1
                     self._replace(handle, client_id, deaths[client_id])
                     continue
@@ -118,6 +124,7 @@ class Processes(Engine):
                 if client_id is not None:
                     self.pace[self.info.arch_of(client_id)] = answer.seconds / len(self.clients[client_id].train)
                     done += 1
+                    queue.answered(client_id)
                     yield client_id, _joined(answer, states)
                     self.on_progress(done, len(requests))
 
