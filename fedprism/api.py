@@ -33,6 +33,7 @@ from fedprism.round.client import make_info
 from fedprism.round.events import Callback
 from fedprism.round.loop import make_loop
 from fedprism.summary import write_comparison
+from fedprism.transforms import make_transforms
 
 ENDED = ("finished", "diverged")  # nothing is left to run
 
@@ -200,6 +201,7 @@ def _about(method: Method, config: Config, info: Info) -> dict[str, Any]:
             for arch in clients
         ],
         "shows": dict(method.shows),
+        "transforms": [{"name": each.id, "shows": dict(each.shows)} for each in make_transforms(config.transforms)],
         "decided": dict(method.facts(info)),
     }
 

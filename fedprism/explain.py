@@ -22,6 +22,7 @@ from fedprism.models import MODELS, Arch
 from fedprism.round.client import Job, encode_upload, make_context, make_info, open_slot
 from fedprism.round.engine import Failure, Request, Result
 from fedprism.round.loop import make_loop
+from fedprism.transforms import make_transforms
 
 REQUIRED = "(required)"  # instead of a default
 TEXTS = (200, 98_635)  # tokens per text and words, as in FedCP's AG News: the inputs that text models are tried on
@@ -132,7 +133,14 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     return made.name if isinstance(made, Named) and not made.settings else made
 
 
-def traffic(method: Method, model: ModelConfig, classes: int, size: int, rounds: int) -> list[Counted]:
+def changes(transforms: Sequence[Named]) -> dict[str, str]:
+    """What transforms do to uploads, in words."""
+    return {f"transform {each.id}": each.idea for each in make_transforms(transforms)}
+
+
+def traffic(
+    method: Method, model: ModelConfig, classes: int, size: int, rounds: int, transforms: Sequence[Named] = ()
+) -> list[Counted]:
     """The download and upload of a client of each architecture, counted in real rounds on noise.
 
     There are as many clients as `model.per_client` lists, else two. What a built-in method sends has the same size
@@ -140,7 +148,7 @@ def traffic(method: Method, model: ModelConfig, classes: int, size: int, rounds:
     the bytes are counted before compression, as an upper bound.
     """
     config = structure({"train": {"rounds": rounds}, "evaluate": {"moments": []}}, Config)
-    config = replace(config, model=model)
+    config = replace(config, model=model, transforms=tuple(transforms))
     known = _built_in(method)
     if known and _encodes(method):
         method = _unencoded(method)

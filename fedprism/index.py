@@ -1,4 +1,4 @@
-"""What is built in: names and descriptions of methods, models, datasets, partitions and engines.
+"""What is built in: names and descriptions of methods, models, datasets, transforms, engines and so on.
 
 The facts are read from the source files, which are parsed and not imported. Importing them would import PyTorch, which
 takes seconds, and `fedprism list` and `fedprism show` need names and texts only. Nothing is stored, so nothing can go
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 Definition = ast.ClassDef | ast.FunctionDef
-Registered = Literal["methods", "models", "datasets", "partitions", "engines"]
+Registered = Literal["methods", "models", "datasets", "partitions", "transforms", "aggregators", "engines"]
 
 _ROOT = Path(__file__).parent.parent
 _REGISTRIES: dict[Registered, tuple[str, str]] = {  # its name, and the module whose import fills it
@@ -23,6 +23,8 @@ _REGISTRIES: dict[Registered, tuple[str, str]] = {  # its name, and the module w
     "models": ("MODELS", "fedprism.models"),
     "datasets": ("DATASETS", "fedprism.data"),
     "partitions": ("PARTITIONS", "fedprism.federation"),
+    "transforms": ("TRANSFORMS", "fedprism.transforms"),
+    "aggregators": ("AGGREGATORS", "fedprism.aggregators"),
     "engines": ("ENGINES", "fedprism.engines.choose"),
 }
 

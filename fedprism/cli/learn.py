@@ -33,6 +33,8 @@ class Listing(StrEnum):
     datasets = "datasets"
     models = "models"
     partitions = "partitions"
+    transforms = "transforms"
+    aggregators = "aggregators"
     engines = "engines"
     experiments = "experiments"
 
@@ -128,6 +130,14 @@ def _partitions() -> Listed:
     return ["partition", ""], [[name, entry.line] for name, entry in index.entries("partitions").items()]
 
 
+def _transforms() -> Listed:
+    return ["transform", ""], [[name, entry.line] for name, entry in index.entries("transforms").items()]
+
+
+def _aggregators() -> Listed:
+    return ["aggregator", ""], [[name, entry.line] for name, entry in index.entries("aggregators").items()]
+
+
 def _engines() -> Listed:
     return ["engine", ""], [[name, entry.line] for name, entry in index.entries("engines").items()]
 
@@ -147,6 +157,8 @@ _LISTS: dict[Listing, Callable[[], Listed]] = {
     Listing.datasets: _datasets,
     Listing.models: _models,
     Listing.partitions: _partitions,
+    Listing.transforms: _transforms,
+    Listing.aggregators: _aggregators,
     Listing.engines: _engines,
     Listing.experiments: _experiments,
 }
@@ -167,7 +179,9 @@ def explain(
     ] = "lenet-bn",
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="method.KEY=VALUE", help="A setting of the method. May be repeated."),
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="A setting of the method, or [b]transforms[/b]. May be repeated."
+        ),
     ] = None,
     classes: Annotated[int, typer.Option(min=2, help="Classes of the data.")] = 10,
     image_size: Annotated[int, typer.Option(min=1, help="Pixels a side; three channels.")] = 32,
@@ -181,18 +195,22 @@ def explain(
       fedprism explain fedsce --model lenet-bn,resnet18,vit-tiny
       fedprism explain fedsce --model "\\[lenet-bn, {name: resnet18, width: 16}]"
       fedprism explain lg-fedavg --set method.warmup=0 --model resnet18,resnet34
+      fedprism explain fedavg --set "transforms=\\[{name: quantize, bits: 8}]"
     """
     with user_errors(), loading():
-        from fedprism.explain import REQUIRED, data_in_words, decided, facts_of, settings_of, traffic
+        from fedprism.explain import REQUIRED, changes, data_in_words, decided, facts_of, settings_of, traffic
         from fedprism.methods import find, make
 
         cls = find(method)
         known = settings_of(cls)
-        odd = [text for text in settings or [] if not text.startswith("method.")]
+        odd = [text for text in settings or [] if not text.startswith(("method.", "transforms="))]
         if odd:
-            raise ConfigError(f"--set {odd[0]!r}: `explain` takes settings of the method only, such as method.mu=0.1.")
+            raise ConfigError(
+                f"--set {odd[0]!r}: `explain` takes transforms=[...] and settings of the method, such as method.mu=0.1."
+            )
         base = {"method": {"name": method}}
-        given = configuration.structure(configuration.override(base, settings or []), Config).method
+        config = configuration.structure(configuration.override(base, settings or []), Config)
+        given = config.method
         required = [name for name, default, _, _ in known if default == REQUIRED and name not in given.settings]
         if required:
             raise ConfigError(
@@ -202,13 +220,14 @@ def explain(
         made, models = make(given), _parse_models(model)
         rounds = Config().train.rounds
     with user_errors():
-        counted = traffic(made, models, classes, image_size, rounds)
+        counted = traffic(made, models, classes, image_size, rounds, config.transforms)
     out = stdout()
     out.print(Text(cls.id or method, style="bold"), Text(cls.idea), sep="\n")
     facts = RichTable(box=None, show_header=False, pad_edge=False)
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column()
-    for name, value in {**facts_of(made), **decided(made, counted)}.items():
+    facts_of_all = {**facts_of(made), **decided(made, counted), **changes(config.transforms)}
+    for name, value in facts_of_all.items():
         facts.add_row(name, Text(value))
     out.print(facts)
     out.print()

@@ -40,7 +40,8 @@ def show(
     """Print the table of runs again, from their records; another protocol needs no new training.
 
     Runs that are named go into one table. A folder is searched: the runs of each folder in it make a table. Under the
-    table of a single run are the models of its clients, where these differ, and what its method shows of its inside.
+    table of a single run are the models of its clients, where these differ, what its transforms did, and what its
+    method shows of its inside.
 
     \b
     Example:
@@ -120,12 +121,16 @@ def _print_details(record: RunRecord, protocol: str | None) -> None:
     """What is printed of a single run under its table."""
     from fedprism.report.diagnostics import last_values
     from fedprism.report.models import models
+    from fedprism.report.transforms import transforms
 
     if (different := models(record)) is not None:
         stdout().print(Text("\nmodels", style="bold"))
         print_table(different)
     for name, value in record.decided.items():
         typer.echo(f"\n{name}: {value}")
+    if (done := transforms(record)) is not None:
+        stdout().print(Text("\ntransforms of uploads", style="bold"))
+        print_table(done)
     if (values := last_values(record, protocol)) is not None:
         stdout().print(Text("\ninside the method", style="bold"))
         print_table(values)

@@ -117,16 +117,16 @@ def not_finite(state: State) -> str | None:
     return next((name for name, fine in zip(floats, finite, strict=True) if not fine), None)
 
 
-def malformed(state: object) -> str | None:
-    """Why this cannot be a state: a flat dict of dense tensors that hold values."""
-    if not isinstance(state, Mapping):
-        return f"it is {_called(state)}, not a dict of tensors"
-    for name, tensor in state.items():
+def malformed(upload: object) -> str | None:
+    """Why this is no upload: a flat dict of dense tensors that hold values."""
+    if not isinstance(upload, Mapping):
+        return f"its upload is {_called(upload)}, not a dict of tensors"
+    for name, tensor in upload.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            return f"{name!r} in it is {_called(tensor)}, not a tensor"
+            return f"{name!r} in its upload is {_called(tensor)}, not a tensor"
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
             what = "has no values (device meta)" if tensor.is_meta else "is sparse or packed"
-            return f"{name!r} in it {what}; expected a dense tensor"
+            return f"{name!r} in its upload {what}; expected a dense tensor"
     return None
 
 

@@ -118,6 +118,11 @@ class RunRecord:
         return dict(self.info.get("shows", {}))
 
     @property
+    def transforms(self) -> dict[str, dict[str, str]]:
+        """Each transform of the uploads -> what it records of each -> its meaning."""
+        return {each["name"]: dict(each["shows"]) for each in self.info.get("transforms", ())}
+
+    @property
     def decided(self) -> dict[str, str]:
         """What the method chose by looking at the clients, such as FedSCE's auxiliary model."""
         return dict(self.info.get("decided", {}))

@@ -173,7 +173,7 @@ def depart(client: Client, job: Job, ctx: Context, score: ScoreSplit = score_spl
 def finish(left: Departure, bad: str | None) -> Result | Failure:
     """Read the numbers and encode the upload; `bad` names a leaf that is not finite."""
     if left.wrong is not None:
-        return Failure(f"its upload cannot be used: {left.wrong}")
+        return Failure(left.wrong)
     if bad is not None:
         return Failure(f"{bad} is not finite after local training", non_finite=True)
     logs = {name: total.item() / left.log_counts[name] for name, total in left.log_sums.items()}

@@ -44,7 +44,7 @@ def accept(
     except (FedprismError, RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
         return Failure(f"its upload cannot be decoded: {type(error).__name__}: {error}")
     if wrong is not None:
-        return Failure(f"its upload cannot be used: {wrong}")
+        return Failure(wrong)
     found = result.checked
     if found is None or found.upload is not upload:  # else the client's own check has seen these very tensors
         bad = not_finite(upload)
@@ -60,12 +60,12 @@ def accept(
 def _other_than_declared(upload: State, kinds: Mapping[str, str], server: State) -> str | None:
     if upload.keys() != kinds.keys():
         odd = sorted(upload.keys() ^ kinds.keys())
-        return f"it is not what the method declares: {', '.join(odd[:3])} missing or unknown"
+        return f"its upload is not what the method declares: {', '.join(odd[:3])} missing or unknown"
     for name, tensor in upload.items():
         like = tensor.new_empty(()) if kinds[name] == "scalar" else tensor
         expected = server.get(name, like)
         if (tensor.dtype, tensor.shape) != (expected.dtype, expected.shape):
-            return f"{name} in it is {_kind(tensor)}, expected {_kind(expected)}"
+            return f"{name} in its upload is {_kind(tensor)}, expected {_kind(expected)}"
     return None
 
 
