@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from fedprism import index
 
 if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
+    from fedprism.aggregators import Aggregator as Aggregator
     from fedprism.api import Run as Run
     from fedprism.api import compare as compare
     from fedprism.api import load as load
@@ -76,12 +77,14 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers and editors
     from fedprism.methods.silobn import SiloBN as SiloBN
     from fedprism.predict import ClientModel as ClientModel
     from fedprism.round.events import Callback as Callback
+    from fedprism.transforms.base import Transform as Transform
 
 __version__ = "0.1.0"
 
 # Where each public name is defined. A name is imported when it is first used: `fedprism --help` need not wait for
 # PyTorch. The classes of the methods come from the index of built-in methods.
 _HOMES = {
+    "fedprism.aggregators": ["Aggregator"],
     "fedprism.api": ["Run", "compare", "load", "resume", "run_config", "table", "train"],
     "fedprism.config": ["Config", "read_config", "setting"],
     "fedprism.errors": ["ConfigError", "DataError", "FedprismError", "RecordError"],
@@ -91,6 +94,7 @@ _HOMES = {
     "fedprism.methods.base": ["Client", "Context", "Method", "Output", "Pass", "Upload"],
     "fedprism.predict": ["ClientModel"],
     "fedprism.round.events": ["Callback"],
+    "fedprism.transforms.base": ["Transform"],
 }
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -142,13 +143,12 @@ class Gathering:
         scale = 1.0 if len(clients) == len(self.weights) else 1 / arrived
         if not self.keeps:
             return Mean(clients, self.sum.result(scale), self.total.result())
-        state = self.aggregator.aggregate([_share(sent, sent.weight * scale) for sent in self.kept])
+        state = self._robust([replace(sent, weight=sent.weight * scale) for sent in self.kept], self.kept[0].state)
+        plain = self._robust([replace(sent, weight=1 / len(clients)) for sent in self.kept], self.in_total)
         part = len(clients) / len(self.ctx.info.clients)  # a sum over all clients is so much of a plain mean
-        plain = self.aggregator.aggregate([_share(sent, 1 / len(clients), self.in_total) for sent in self.kept])
         return Mean(clients, state, {name: part * tensor for name, tensor in plain.items()})
 
-
-def _share(sent: Sent, weight: float, names: Sequence[str] | None = None) -> Sent:
-    """The same with another weight, and with these leaves alone."""
-    state = sent.state if names is None else {name: sent.state[name] for name in names}
-    return Sent(state, sent.kinds, sent.origin, sent.length, weight)
+    def _robust(self, kept: Sequence[Sent], names: Collection[str]) -> State:
+        """These leaves, as the aggregator merges them."""
+        some = [replace(sent, state={name: sent.state[name] for name in names}) for sent in kept]
+        return self.aggregator.aggregate(some) if names else {}
