@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fedprism.config import Named, positive, setting
-from fedprism.methods.base import State, average
+from fedprism.errors import ConfigError
+from fedprism.methods.base import Method, State, average
 from fedprism.methods.states import measured, update_of
 from fedprism.plugins import Plugins
 
@@ -49,6 +50,15 @@ AGGREGATORS: Plugins[Aggregator] = Plugins("aggregator", Aggregator)
 def make_aggregator(named: Named) -> Aggregator:
     """The aggregator of a configuration."""
     return AGGREGATORS.make(named, "server.aggregator")
+
+
+def check_aggregator(aggregator: Aggregator, method: Method) -> None:
+    """Refuse another aggregator than the mean for a method whose aggregation is none."""
+    if method.needs_all_uploads and not isinstance(aggregator, WeightedMean):
+        raise ConfigError(
+            f"server.aggregator is {aggregator.id or type(aggregator).__name__}, but {method.id} has an aggregation of "
+            "its own, which is no mean of uploads. Leave it at mean."
+        )
 
 
 @AGGREGATORS.register("mean")

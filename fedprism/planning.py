@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fedprism import config as configuration
-from fedprism.aggregators import AGGREGATORS, make_aggregator
+from fedprism.aggregators import AGGREGATORS, check_aggregator, make_aggregator
 from fedprism.config import Config, EvaluateConfig, Named
 from fedprism.data import Dataset, folder
 from fedprism.data.base import chosen_domains, side
@@ -51,7 +51,9 @@ def resolve(config: Config, method: Method | None = None) -> Config:
     if config.model.per_client == "folder":
         config = replace(config, model=replace(config.model, per_client=_models_in_folders(config)))
     transforms = tuple(map(TRANSFORMS.named, make_transforms(config.transforms)))
-    server = replace(config.server, aggregator=AGGREGATORS.named(make_aggregator(config.server.aggregator)))
+    aggregator = make_aggregator(config.server.aggregator)
+    check_aggregator(aggregator, method)
+    server = replace(config.server, aggregator=AGGREGATORS.named(aggregator))
     return replace(config, method=named(method), transforms=transforms, server=server, evaluate=evaluate, run=run)
 
 

@@ -147,7 +147,7 @@ def length(state: Mapping[str, Tensor]) -> Tensor:
     floats = [tensor.detach() for tensor in state.values() if tensor.is_floating_point() and tensor.numel()]
     if not floats:
         return torch.zeros((), dtype=torch.float64)
-    return torch.linalg.vector_norm(torch.stack([norm.double() for norm in torch._foreach_norm(floats)]))
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(floats)).double())
 
 
 def measured(upload: Mapping[str, Tensor], kinds: Mapping[str, str]) -> State:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from fedprism import keys
-from fedprism.aggregators import Aggregator, WeightedMean, make_aggregator
+from fedprism.aggregators import Aggregator, WeightedMean, check_aggregator, make_aggregator
 from fedprism.config import ClientsConfig, Config
 from fedprism.errors import ConfigError
 from fedprism.federation import Federation
@@ -322,11 +322,7 @@ def make_loop(method: Method, config: Config, info: Info, federation: Federation
         states = DiskStore(info.clients, engine.place, clients_at_once(largest, engine.workers))
     transforms, aggregator = make_transforms(config.transforms), make_aggregator(config.server.aggregator)
     loop = Loop(method, config, info, federation, engine, models, engine.place(server), states, transforms, aggregator)
-    if method.needs_all_uploads and not isinstance(aggregator, WeightedMean):
-        raise ConfigError(
-            f"server.aggregator is {config.server.aggregator.name}, but {method.id} has an aggregation of its own, "
-            "which is no mean of uploads. Leave it at mean."
-        )
+    check_aggregator(aggregator, method)
     kinds = [
         kind
         for round in (0, config.train.rounds - 1)
