@@ -6,7 +6,7 @@ to FedAvg, so a method's file holds only what is special about it:
     server                                  client, one round
     ------                                  -----------------
     send(server, client_id)  ------------>  receive, start, passes (each: loss or step, epochs), upload
-    aggregate(server, uploads)  <---------------------------------------------------------------+
+    combine(server, mean)  <--------------------------------------------------------------------+
 
 What crosses is a flat dict of tensors (`State`), so that it can be counted, checked, written and sent without a method
 knowing. What a client keeps between rounds are leaves of the module that `build` returns: those that `stored` names.

@@ -31,7 +31,7 @@ from fedprism.models import Arch
 from fedprism.round.client import chosen, due, make_context
 from fedprism.round.engine import ClientScores, Engine, Failure, Request, Result
 from fedprism.round.events import Callback, Plan, RoundRecord, Score, Snapshot, Status
-from fedprism.round.server import Gathering, accept, longest_update
+from fedprism.round.server import Gathering
 from fedprism.store.clients import ClientStore, DiskStore, MemoryStore, clients_at_once
 from fedprism.store.serialize import size
 from fedprism.transforms import make_transforms
@@ -116,13 +116,13 @@ class Loop:
         arrived = _Arrived(dict.fromkeys(dropped, "dropped out after training"))
         training = [client_id for client_id in trainers if client_id not in arrived.failed]
         asked = {client_id: len(self.federation.clients[client_id].train) for client_id in cohort}
-        uploads = Gathering(self.method, self.aggregator, self.server, ctx, asked)
-        limit = longest_update(self.server, self.usual_length)
+        how = self.method, self.transforms, self.aggregator
+        uploads = Gathering(*how, self.server, ctx, asked, self.usual_length)
         for part in self.parts(training):
             requests = self.requests(part, ctx, down)
             for client_id, answer in in_order(part, self.engine.train(round, requests)):
                 clock.lap("train")
-                self.take_in(arrived, uploads, client_id, answer, requests[client_id], limit)
+                self.take_in(arrived, uploads, client_id, answer, requests[client_id])
                 clock.lap("aggregate")
         clock.lap("train")
         busy = set(trainers)
@@ -148,24 +148,16 @@ class Loop:
         return record, diverged
 
     def take_in(
-        self,
-        arrived: _Arrived,
-        uploads: Gathering,
-        client_id: str,
-        answer: Result | Failure,
-        request: Request,
-        limit: float,
+        self, arrived: _Arrived, uploads: Gathering, client_id: str, answer: Result | Failure, request: Request
     ) -> None:
         """Keep what a client answered. Only the cohort is averaged; a client whose upload is refused fails."""
         if isinstance(answer, Result) and client_id in uploads.weights:
             ctx, kinds = self.at_client(client_id, uploads.ctx, request), self.declared(client_id, uploads.ctx.round)
-            check = partial(accept, self.method, self.transforms, answer, kinds, self.server, ctx, limit)
-            found = self.with_memory(check)
-            if isinstance(found, Failure):
-                answer = found
+            sent = self.with_memory(partial(uploads.check, client_id, answer, kinds, ctx))
+            if isinstance(sent, Failure):
+                answer = sent
             else:
-                self.with_memory(partial(uploads.reserve, found.upload))
-                uploads.add(client_id, found, kinds, self.method.origin(ctx))
+                uploads.add(client_id, sent)
                 arrived.up[client_id] = size(answer.upload)
         if isinstance(answer, Failure):
             arrived.fail(client_id, answer)

@@ -92,31 +92,52 @@ class Gathering:
     """
 
     def __init__(
-        self, method: Method, aggregator: Aggregator, server: State, ctx: Context, asked: Mapping[str, int]
+        self,
+        method: Method,
+        transforms: Sequence[Transform],
+        aggregator: Aggregator,
+        server: State,
+        ctx: Context,
+        asked: Mapping[str, int],
+        usual: float | None,
     ) -> None:
-        self.method, self.aggregator, self.server, self.ctx, self.asked = method, aggregator, server, ctx, asked
+        self.method, self.transforms, self.aggregator = method, transforms, aggregator
+        self.server, self.ctx, self.asked = server, ctx, asked
+        self.limit = longest_update(server, usual)
         self.weights = dict(zip(asked, ctx.shares(list(asked.values())), strict=True))
         self.keeps = method.needs_all_uploads or not isinstance(aggregator, WeightedMean)
         self.in_total = () if method.needs_all_uploads else tuple(method.totals(server, ctx))
         self.lengths: dict[str, float] = {}  # of the updates that were accepted, by client
+        self.names: tuple[str, ...] = ()  # in the uploads of which a mean is taken
         self.kept: list[Sent] = []
         self.sum, self.total = WeightedSum(), WeightedSum()
 
-    def reserve(self, upload: State) -> None:
-        """Take the memory that adding this upload needs."""
+    def check(self, client_id: str, answer: Result, kinds: Mapping[str, UploadKind], ctx: Context) -> Sent | Failure:
+        """A client's upload, for which there is memory now, or why it is refused. `ctx` is that client's."""
+        found = accept(self.method, self.transforms, answer, kinds, self.server, ctx, self.limit)
+        if isinstance(found, Failure):
+            return found
+        if not self.method.needs_all_uploads:
+            self.names = self.names or tuple(found.upload)
+            if found.upload.keys() != set(self.names):
+                odd = ", ".join(sorted(found.upload.keys() ^ set(self.names))[:3])
+                raise FedprismError(
+                    f"{self.method.id}: {client_id!r} uploads other names than the clients before it ({odd}), so there "
+                    "is no mean of them; override `aggregate`."
+                )
         if not self.keeps:
-            self.sum.reserve(upload)
-            self.total.reserve({name: upload[name] for name in self.in_total})
+            self.sum.reserve(found.upload)
+            self.total.reserve({name: found.upload[name] for name in self.in_total})
+        return Sent(found.upload, kinds, self.method.origin(ctx), found.length, self.weights[client_id])
 
-    def add(self, client_id: str, found: Checked, kinds: Mapping[str, str], origin: State) -> None:
+    def add(self, client_id: str, sent: Sent) -> None:
         """One more upload, in client order."""
-        self.lengths[client_id] = found.length
-        weight, upload = self.weights[client_id], found.upload
+        self.lengths[client_id] = sent.length
         if self.keeps:
-            self.kept.append(Sent(upload, kinds, origin, found.length, weight))
+            self.kept.append(sent)
         else:
-            self.sum.add(upload, weight)
-            self.total.add({name: upload[name] for name in self.in_total}, 1 / len(self.ctx.info.clients))
+            self.sum.add(sent.state, sent.weight)
+            self.total.add({name: sent.state[name] for name in self.in_total}, 1 / len(self.ctx.info.clients))
 
     @property
     def usual_length(self) -> float:
