@@ -440,6 +440,7 @@ ORDER = [
     "keys",
     "registry",
     "config",
+    "plugins",
     "data",
     "federation",
     "models",
