@@ -19,7 +19,19 @@ from fedprism.methods.fedavg import FedAvg
 from fedprism.methods.feddyn import FedDyn
 from fedprism.methods.fedprox import FedProx
 from fedprism.round.client import Job, open_slot
-from tests.harness import MLP, Slope, Trained, config_of, engine_run, left_by, loop_for, models_of, pixels, same, train
+from tests.harness import (
+    MLP,
+    Slope,
+    Trained,
+    config_of,
+    engine_run,
+    loop_for,
+    models_of,
+    pixels,
+    same,
+    same_clients,
+    train,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -156,7 +168,7 @@ def test_one_capture_serves_clients_of_different_alphas(unequal: Federation) -> 
     )
     assert two.engine.reasons == {}  # type: ignore[attr-defined]
     assert same(one.server, two.server)
-    assert all(same(left_by(one)[client_id], left_by(two)[client_id]) for client_id in unequal.names)
+    assert same_clients(one, two)
 
 
 def test_finds_the_minimum_of_the_mean_loss_where_fedavg_does_not() -> None:
