@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -32,8 +32,8 @@ from torch import Tensor, nn
 
 from fedprism import keys
 from fedprism.config import Config, structure
+from fedprism.conformance.spies import Spy
 from fedprism.engines import EngineFactory
-from fedprism.engines.inprocess import InProcess
 from fedprism.federation import Federation, Split, build_federation
 from fedprism.methods import METHODS, make
 from fedprism.methods.base import Method, State
@@ -42,9 +42,9 @@ from fedprism.methods.server_optimizer import method_part
 from fedprism.methods.states import copy_of
 from fedprism.models.base import Block, Family
 from fedprism.records import RunDirectory, RunRecord
-from fedprism.round.client import Job, adapt, arrive, make_context, make_info, open_slot
+from fedprism.round.client import Job, adapt, arrive, client_round, make_context, make_info, open_slot
 from fedprism.round.client import train as run_passes
-from fedprism.round.engine import Engine, Failure, Result
+from fedprism.round.engine import Engine, Failure, Request, Result
 from fedprism.round.events import Callback, Plan, RoundRecord, Score, Snapshot, Status
 from fedprism.round.loop import Loop, draw_cohort, make_loop
 from fedprism.round.noise import Noise, keyed_draw
@@ -94,10 +94,26 @@ class Collect(Callback):
 
 
 def loop_for(method: Method, config: Config, federation: Federation, engine: Engine | None = None) -> Loop:
-    """A round loop at its first state, in memory: no run directory."""
+    """A round loop at its first state, in memory: no run directory. Without another engine, that of `models_of`."""
     info = make_info(config, federation.names, federation.classes, federation.shape)
-    engine = engine or InProcess(method, config, info, federation, CPU)
+    engine = engine or Spy(method, config, info, federation, CPU)
     return make_loop(method, config, info, federation, engine)
+
+
+def models_of(loop: Loop, after: int | None = None) -> dict[str, State]:
+    """All leaves of the model of every client that has taken part, as it last left training (or received without
+    training); `after`: as they were after this round. What a client stores of them is `loop.states`."""
+    assert isinstance(loop.engine, Spy)
+    rounds = sorted(round for round in loop.engine.models if after is None or round < after)
+    found = {client_id: model for round in rounds for client_id, model in loop.engine.models[round].items()}
+    return {client_id: found[client_id] for client_id in loop.info.clients if client_id in found}
+
+
+def client_models(job: Job, state: State | None, download: State) -> tuple[Result | Failure, State]:
+    """What a client answers in a round, and all leaves of its model when it has trained."""
+    slot = open_slot(job)
+    answer = client_round(job, state, download, slot)
+    return answer, copy_of(tensors(slot.model))
 
 
 def same(a: State | None, b: State | None) -> bool:
@@ -151,8 +167,13 @@ class Trained:
 
     @property
     def states(self) -> dict[str, State]:
-        """The states of clients that have one."""
+        """What clients store, of those that have taken part."""
         return {client_id: state for client_id, state in self.loop.states.items() if state is not None}
+
+    @property
+    def models(self) -> dict[str, State]:
+        """All leaves of clients' models, of those that have taken part."""
+        return models_of(self.loop)
 
     def correct(self, moment: str = "received") -> list[list[float]]:
         """Every client's right answers and loss, round by round."""
@@ -172,9 +193,37 @@ def train(method: Method, federation: Federation, **sections: Any) -> Trained:
 def engine_run(kind: EngineFactory, method: Method, config: Config, federation: Federation) -> tuple[Loop, Collect]:
     """All rounds on a CPU with an engine of this kind. There `CudaGraphs` captures nothing: it runs steps again."""
     info = make_info(config, federation.names, federation.classes, federation.shape)
-    loop, seen = loop_for(method, config, federation, kind(method, config, info, federation, CPU)), Collect()
+    engine = remembering(kind(method, config, info, federation, CPU))
+    loop, seen = loop_for(method, config, federation, engine), Collect()
     loop.run([seen])
     return loop, seen
+
+
+def remembering(engine: Engine) -> Engine:
+    """The same engine, for `left_by`: it remembers the last upload of every client."""
+    train, uploads = engine.train, dict[str, State]()
+
+    def remember(round: int, requests: Mapping[str, Request]) -> Iterator[tuple[str, Result | Failure]]:
+        for client_id, answer in train(round, requests):
+            if isinstance(answer, Result):
+                uploads[client_id] = answer.upload
+            yield client_id, answer
+
+    engine.train, engine.uploads = remember, uploads  # type: ignore[attr-defined, method-assign]
+    return engine
+
+
+def left_by(loop: Loop) -> dict[str, State]:
+    """What every client that has taken part has stored, and what it sent last (`upload/NAME`)."""
+    sent: dict[str, State] = loop.engine.uploads  # type: ignore[attr-defined]
+    stored = {client_id: state for client_id, state in loop.states.items() if state is not None}
+    return {c: {**state, **{f"upload/{n}": t for n, t in sent.get(c, {}).items()}} for c, state in stored.items()}
+
+
+def same_clients(one: Loop, two: Loop) -> bool:
+    """Have the clients of two runs stored and sent the same, bit by bit?"""
+    a, b = left_by(one), left_by(two)
+    return a.keys() == b.keys() and all(same(left, b[client_id]) for client_id, left in a.items())
 
 
 def part(state: Mapping[str, Tensor], prefix: str) -> State:
@@ -190,14 +239,15 @@ def changed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> set[st
 def assert_same(a: Trained, b: Trained) -> None:
     """Two runs gave the same states and scores, bit by bit."""
     assert same(a.server, b.server)
-    assert a.states.keys() == b.states.keys()
+    assert a.states.keys() == b.states.keys() == a.models.keys() == b.models.keys()
     assert all(same(state, b.states[client_id]) for client_id, state in a.states.items())
+    assert all(same(model, b.models[client_id]) for client_id, model in a.models.items())
     assert a.correct() == b.correct()
 
 
 def assert_differ(a: Trained, b: Trained) -> None:
-    """Every client's state differs between two runs."""
-    assert not any(same(state, b.states[client_id]) for client_id, state in a.states.items())
+    """Every client's model differs between two runs."""
+    assert not any(same(model, b.models[client_id]) for client_id, model in a.models.items())
 
 
 def tuned(method: Method, federation: Federation, config: Config) -> tuple[State, State]:

@@ -15,15 +15,15 @@ from fedprism.methods.apfl import APFL
 from fedprism.methods.base import Client, Context, Pass, State, load, no_draw
 from fedprism.methods.fedavg import FedAvg
 from fedprism.methods.local import Local
-from fedprism.round.client import Job, client_receive, make_info, open_slot
+from fedprism.round.client import Job, client_model, make_info, open_slot
 from fedprism.round.training import model_inputs
-from tests.harness import MLP, TURNED, Trained, config_of, part, same, train
+from tests.harness import MLP, TURNED, Trained, config_of, models_of, part, same, train
 
 pytestmark = pytest.mark.slow
 
 
 def alphas(run: Trained) -> list[float]:
-    return [float(state["own.alpha"]) for state in run.states.values()]
+    return [float(state["own.alpha"]) for state in run.models.values()]
 
 
 # --- at the ends -----------------------------------------------------------------------------------------------------
@@ -34,9 +34,9 @@ def alphas(run: Trained) -> list[float]:
 )
 def test_with_its_own_model_alone_it_is_local(sections: dict[str, Any], tiny: Federation) -> None:
     both, alone = train(APFL(alpha=1.0, adaptive=False), tiny, **sections), train(Local(), tiny, **sections)
-    assert both.states.keys() == alone.states.keys()
-    for client_id, state in both.states.items():
-        assert same(part(state, "personal."), alone.states[client_id])
+    assert both.models.keys() == alone.models.keys()
+    for client_id, state in both.models.items():
+        assert same(part(state, "personal."), alone.models[client_id])
     assert both.correct() == alone.correct()
 
 
@@ -51,8 +51,8 @@ def test_in_between_it_is_neither_and_shares_fedavgs_model(tiny: Federation) -> 
     both, average, alone = (train(each, tiny) for each in (APFL(), FedAvg(), Local()))
     assert same(part(both.server, "common."), average.server)  # the mixture sends no gradient into it
     assert both.correct() != average.correct()
-    for client_id, state in both.states.items():
-        assert not same(part(state, "personal."), alone.states[client_id])
+    for client_id, state in both.models.items():
+        assert not same(part(state, "personal."), alone.models[client_id])
 
 
 # --- one step by hand ------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def test_alpha_is_learned_once_per_round(tiny: Federation) -> None:
     cut.server = dict(start.server)
     cut.one_round(1)
     assert [float((cut.states[c] or {})["own.alpha"]) for c in tiny.names] == second
-    assert not same(cut.states["plain"], many.states["plain"])
+    assert not same(models_of(cut)["plain"], many.models["plain"])
 
 
 def test_alpha_is_each_clients_own_and_stays_at_home(tiny: Federation) -> None:
@@ -169,7 +169,7 @@ def test_alpha_is_each_clients_own_and_stays_at_home(tiny: Federation) -> None:
 def test_statistics_are_mixed_as_weights_are(tiny: Federation) -> None:
     """What is tested is one network whose every number is mixed."""
     run = train(APFL(alpha=0.3, adaptive=False), tiny)
-    state, arch = run.states["plain"], run.loop.info.arch
+    state, arch = run.models["plain"], run.loop.info.arch
     model = APFL().build(arch, "plain", run.loop.info, 0)
     load(model, state)
     v, w = part(state, "personal."), part(state, "common.")
@@ -211,7 +211,7 @@ def test_who_is_new_begins_with_the_common_model(later: tuple[str, ...], alone: 
     method = APFL(alpha=1.0, adaptive=False) if alone else APFL()
     run = train(method, tiny)
     job = replace(job_of(tiny), method=method, info=replace(run.loop.info, later=later), round=3)
-    state = client_receive(job, None, run.server)
+    state = client_model(job, None, run.server)
     assert same(part(state, "personal."), part(run.server, "common.")) == (not alone or bool(later))
 
 

@@ -216,6 +216,40 @@ class FilledByTraining(WithBuffer):
 
 
 @dataclass(frozen=True)
+class ReadsUnstored(Method):
+    """A client goes half of the way from where it was to what it receives, but it does not store where it was."""
+
+    def stored(self, model: Net, ctx: Context) -> Collection[str]:
+        return ()
+
+    def receive(self, client: Client, ctx: Context) -> None:
+        own = leaves.tensors(client.model)
+        load(client.model, {n: (own[n] + t) / 2 if t.is_floating_point() else t for n, t in ctx.download.items()})
+
+
+@dataclass(frozen=True)
+class PredictsUnstored(WithBuffer):
+    """Only a test reads what training has left in the model."""
+
+    def stored(self, model: Net, ctx: Context) -> Collection[str]:
+        return ()
+
+    def start(self, client: Client, ctx: Context) -> None:
+        client.model.own.fill_(1.0)
+
+    def predict(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
+        return model(x) * torch.where(model.own == 1, 2.0, 1.0)
+
+
+@dataclass(frozen=True)
+class ServesUnstored(Method):
+    moment = "trained"
+
+    def stored(self, model: Net, ctx: Context) -> Collection[str]:
+        return ()
+
+
+@dataclass(frozen=True)
 class InStep(WithBuffer):
     """A client counts its rounds, and expects the server to have counted as many."""
 
@@ -435,6 +469,9 @@ BAD = [
     ),
     Bad("subset", NeedsTwo, "aggregate makes .* not finite of the uploads of plain"),
     Bad("inputs", ChangesTheServer, "aggregate changes the server's state in place: .* differs by up to"),
+    Bad("stored", ReadsUnstored, "held no number .* after round 1: .* scores/received/test/plain/loss is nan"),
+    Bad("stored", ServesUnstored, "held no number .* at the end: the trained model of client plain, .* differs"),
+    Bad("stored", PredictsUnstored, "held no number .* after round 1: .* what is recorded: scores/received/test/"),
     Bad("few", AsksTheRound, "client .* failed: own is not finite", also=frozenset({"all-receive", "newcomer"})),
     Bad("all-train", InStep, "RuntimeError: the server has missed a round\n.*test_check.py:[0-9]+, in start"),
     Bad("all-receive", FilledByTraining, "after round 1, own of .* is not finite"),
@@ -488,6 +525,14 @@ def test_a_hint_says_what_to_do() -> None:
     verdict = judge(Case(KeepsOnce, base=MLP), PROMISES["slots"])
     assert "call client.keep or client.freeze in start()" in verdict.hint
     assert str(verdict).splitlines()[-1] == f"Hint: {verdict.hint}"
+
+
+def test_what_is_read_and_not_stored_is_named_with_what_to_do() -> None:
+    case = Case(ReadsUnstored, base=MLP)
+    verdicts = {key: judge(case, PROMISES[key]) for key in ("runs", "stored", "resume")}
+    assert "name it in `stored`" in verdicts["stored"].hint
+    assert "(stored), which is broken" in verdicts["runs"].reason
+    assert verdicts["resume"].because == "stored"
 
 
 def test_what_follows_from_a_broken_promise_does_not_apply() -> None:

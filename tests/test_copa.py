@@ -19,10 +19,10 @@ from fedprism.methods.copa import COPA, under
 from fedprism.methods.fedavg import FedAvg
 from fedprism.methods.fedper import FedPer
 from fedprism.methods.local import Local
-from fedprism.round.client import Job, client_evaluate, client_receive, client_round, open_slot
+from fedprism.round.client import Job, client_evaluate, client_model, client_receive, open_slot
 from fedprism.round.engine import Result
 from fedprism.round.training import model_inputs
-from tests.harness import Trained, assert_differ, config_of, loop_for, part, same, train
+from tests.harness import Trained, assert_differ, client_models, config_of, loop_for, part, same, train
 
 pytestmark = pytest.mark.slow
 
@@ -45,11 +45,11 @@ def client(run: Trained, tiny: Federation) -> Client:
 
 
 def received(run: Trained, client_id: str, federation: Federation) -> State:
-    """A client's state once it has received the server's newest."""
+    """A client's model once it has received the server's newest."""
     loop = run.loop
     download = loop.method.send(loop.server, client_id, loop.context(3).replace(client_id=client_id))
     job = Job(loop.method, loop.config, loop.info, federation.clients[client_id], 3)
-    return client_receive(job, run.states[client_id], download)
+    return client_model(job, run.states[client_id], download)
 
 
 def images(run: Trained, federation: Federation, client_id: str = "tinted") -> tuple[Tensor, Tensor]:
@@ -70,7 +70,7 @@ def heads_of(model: Net) -> list[State]:
 def test_one_client_is_alone(method: Method, tiny: Federation) -> None:
     one = replace(tiny, clients={"plain": tiny.clients["plain"]})
     together, alone = train(COPA(), one), train(method, one)
-    assert same(part(together.states["plain"], "net."), alone.states["plain"])
+    assert same(part(together.models["plain"], "net."), alone.models["plain"])
     for scores, others in zip(together.correct(), alone.correct(), strict=True):
         assert scores == pytest.approx(others, rel=1e-5)
 
@@ -78,8 +78,8 @@ def test_one_client_is_alone(method: Method, tiny: Federation) -> None:
 def test_without_the_others_heads_it_trains_as_fedper(tiny: Federation) -> None:
     uniform: dict[str, Any] = {"clients": {"weighting": "uniform"}}
     free, own, joint = train(COPA(weight=0.0), tiny), train(FedPer(), tiny, **uniform), train(COPA(), tiny)
-    for client_id, state in free.states.items():
-        assert same(part(state, "net."), own.states[client_id])
+    for client_id, state in free.models.items():
+        assert same(part(state, "net."), own.models[client_id])
     assert_differ(joint, free)
     own_head = [record.scores["received"]["test"]["plain"].branches["own"] for record in free.seen.records[1:]]
     assert own_head == [record.scores["received"]["test"]["plain"].correct for record in own.seen.records[1:]]
@@ -121,10 +121,10 @@ def test_other_heads_do_not_move(run: Trained, tiny: Federation) -> None:
     download = loop.method.send(loop.server, "tinted", loop.context(3).replace(client_id="tinted"))
     assert {owner(n) for n in download} == {None, "plain", "textured"}
     job = Job(loop.method, loop.config, loop.info, tiny.clients["tinted"], 3)
-    after = client_round(job, run.states["tinted"], download)
+    after, model = client_models(job, run.states["tinted"], download)
     assert isinstance(after, Result)
-    assert same(part(after.state, "heads."), part(before, "heads."))
-    assert not same(part(after.state, "net.head."), part(before, "net.head."))
+    assert same(part(model, "heads."), part(before, "heads."))
+    assert not same(part(model, "net.head."), part(before, "net.head."))
     assert {owner(n) for n in after.upload} == {None, "tinted"}
 
 
@@ -133,7 +133,7 @@ def test_everybody_has_the_heads_that_others_sent(run: Trained, tiny: Federation
         model = open_slot(Job(COPA(), run.loop.config, run.loop.info, tiny.clients[client_id], 3)).model
         load(model, received(run, client_id, tiny))
         for other, head in zip(tiny.names, heads_of(model), strict=True):
-            assert same(head, part(run.states[other], "net.head."))
+            assert same(head, part(run.models[other], "net.head."))
 
 
 # --- the prediction --------------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def test_heads_travel_whole_and_are_not_averaged(bn: str, tiny: Federation) -> N
     assert any("running_mean" in leaf for leaf in head)
     for client_id in tiny.names:
         sent = {leaf: joint.server[client_key(client_id, f"net.head.{leaf}")] for leaf in head}
-        assert same(sent, part(joint.states[client_id], "net.head."))
+        assert same(sent, part(joint.models[client_id], "net.head."))
     averaged = [name for name in joint.server if owner(name) is None]
     assert any(".bn" in name for name in averaged) == (bn == "shared")
     assert all(name.startswith("net.body.") for name in averaged)
@@ -217,10 +217,10 @@ def test_who_comes_later_predicts_with_the_heads_it_was_sent(name: str | None, r
     member = client_evaluate(member_job, run.states["textured"], of_member)
     assert scores["received"]["test"].loss == pytest.approx(member["received"]["test"].loss, rel=1e-5)
     assert scores["adapted"]["test"].loss < scores["received"]["test"].loss
-    first = client_round(job, None, download)
+    first, first_model = client_models(job, None, download)
     assert isinstance(first, Result)
     assert first.state["votes"].tolist() == [1.0] * 4
     assert client_receive(job, None, download)["votes"].tolist() == [1.0, 1.0, 1.0, 0.0]
-    second = client_round(replace(job, round=4), first.state, download)
+    second, second_model = client_models(replace(job, round=4), first.state, download)
     assert isinstance(second, Result)
-    assert not same(part(second.state, "net.head."), part(first.state, "net.head."))
+    assert not same(part(second_model, "net.head."), part(first_model, "net.head."))

@@ -30,7 +30,16 @@ from fedprism.federation import Federation
 from fedprism.methods import METHODS
 from fedprism.methods.base import Client, Context, Method, Pass
 from fedprism.models.alexnet_bn import AlexNetBN
-from tests.harness import CPU, PARTS_OF_TENSORS, THREE_ROUNDS, by_method, compiled_and_plain, engine_run, three_sizes
+from tests.harness import (
+    CPU,
+    PARTS_OF_TENSORS,
+    THREE_ROUNDS,
+    by_method,
+    compiled_and_plain,
+    engine_run,
+    left_by,
+    three_sizes,
+)
 
 pytestmark = pytest.mark.full
 
@@ -73,7 +82,7 @@ def test_a_traced_step_computes_the_same_to_rounding(method: str, unequal: Feder
     for name, tensor in one.server.items():
         assert torch.allclose(tensor, two.server[name], rtol=1e-9, atol=1e-9), name
     for client_id in unequal.names:
-        state, other = one.states[client_id], two.states[client_id]
+        state, other = left_by(one)[client_id], left_by(two)[client_id]
         for name, tensor in state.items():
             assert torch.allclose(tensor, other[name], rtol=1e-9, atol=1e-9), name
 
@@ -105,7 +114,7 @@ def test_a_step_is_compiled_for_each_architecture(unequal: Federation) -> None:
     two, _ = engine_run(CudaGraphs, METHODS["local"](), compiling(config), unequal)
     assert two.engine.reasons == {}  # type: ignore[attr-defined]
     for client_id in unequal.names:
-        state, other = one.states[client_id], two.states[client_id]
+        state, other = left_by(one)[client_id], left_by(two)[client_id]
         assert all(torch.allclose(state[name], other[name], rtol=1e-3, atol=1e-4) for name in state)
 
 

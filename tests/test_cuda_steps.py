@@ -28,7 +28,7 @@ from fedprism.methods.base import Client, Context, Method, Pass
 from fedprism.round.client import make_info
 from fedprism.round.events import RoundRecord
 from fedprism.round.loop import make_loop
-from tests.harness import CPU, THREE_ROUNDS, Collect, by_method, engine_run, same, three_sizes
+from tests.harness import CPU, THREE_ROUNDS, Collect, by_method, engine_run, same, same_clients, three_sizes
 
 pytestmark = pytest.mark.full
 
@@ -60,7 +60,7 @@ def test_every_method_gives_the_bits_of_the_reference(method: str, unequal: Fede
         chosen = replace(config, run=replace(config.run, slots=slots))
         two, replayed = engine_run(CudaGraphs, METHODS[method](), chosen, unequal)
         assert same(one.server, two.server)
-        assert all(same(one.states[client_id], two.states[client_id]) for client_id in unequal.names)
+        assert same_clients(one, two)
         assert records(seen) == records(replayed)
         assert two.engine.reasons == {}  # type: ignore[attr-defined]
 
@@ -84,7 +84,7 @@ def test_whatever_is_set_the_bits_are_those_of_the_reference(change: dict[str, A
     config = structure({**THREE_ROUNDS, "method": "fedpick", **change}, Config)
     one, seen = engine_run(InProcess, make(config.method), config, unequal)
     two, replayed = engine_run(CudaGraphs, make(config.method), config, unequal)
-    assert all(same(one.states[client_id], two.states[client_id]) for client_id in unequal.names)
+    assert same_clients(one, two)
     assert records(seen) == records(replayed)
 
 
@@ -162,7 +162,7 @@ def test_out_of_memory_halves_the_slots_and_goes_on(unequal: Federation, monkeyp
     with pytest.warns(UserWarning, match="out of GPU memory: going on with 1 slots"):
         two, _ = engine_run(CudaGraphs, METHODS["fedbn"](), config, unequal)
     assert same(one.server, two.server)
-    assert all(same(one.states[client_id], two.states[client_id]) for client_id in unequal.names)
+    assert same_clients(one, two)
 
 
 @pytest.mark.slow
@@ -221,7 +221,7 @@ def test_out_of_memory_at_any_capture_changes_no_bits(
         two, replayed = engine_run(CudaGraphs, METHODS[method](), config, unequal)
         assert captures[0] > fails
         assert same(one.server, two.server), fails
-        assert all(same(one.states[client_id], two.states[client_id]) for client_id in unequal.names), fails
+        assert same_clients(one, two), fails
         assert records(seen) == records(replayed)
 
 
@@ -238,7 +238,7 @@ def test_states_that_do_not_fit_are_kept_on_the_host(unequal: Federation, monkey
     one, _ = engine_run(InProcess, METHODS["ditto"](), config, unequal)
     two, _ = engine_run(CudaGraphs, METHODS["ditto"](), config, unequal)
     assert not two.engine.data.fits  # type: ignore[attr-defined]
-    assert all(same(one.states[client_id], two.states[client_id]) for client_id in unequal.names)
+    assert same_clients(one, two)
 
 
 @pytest.mark.slow
@@ -247,7 +247,7 @@ def test_states_that_are_only_received_are_parked_too(unequal: Federation, monke
     config = structure({**THREE_ROUNDS, "clients": {"participation": 0.3}}, Config)
     one, _ = engine_run(InProcess, METHODS["fedios"](), config, unequal)
     two, _ = engine_run(CudaGraphs, METHODS["fedios"](), config, unequal)
-    assert all(same(one.states[client_id], two.states[client_id]) for client_id in unequal.names)
+    assert same_clients(one, two)
 
 
 def test_pinned_memory_is_taken_in_chunks_and_used_again() -> None:

@@ -19,20 +19,21 @@ from torch.nn.functional import cross_entropy
 
 import fedprism as fp
 from fedprism.config import Config, structure
-from fedprism.engines.inprocess import InProcess
+from fedprism.conformance import spies
 from fedprism.errors import ConfigError
 from fedprism.federation import Federation
 from fedprism.methods.base import Client, Info, Method, State, Upload, load
 from fedprism.methods.fed_co2 import FedCO2
 from fedprism.methods.fedbn import FedBN
 from fedprism.methods.fedper import FedPer
+from fedprism.methods.leaves import tensors
 from fedprism.methods.local import Local
 from fedprism.models import Arch
-from fedprism.round.client import Job, client_evaluate, client_receive, client_round, open_slot
+from fedprism.round.client import Job, client_evaluate, client_model, client_round, open_slot
 from fedprism.round.engine import Failure, Request, Result
 from fedprism.round.loop import Loop
 from fedprism.round.training import model_inputs
-from tests.harness import CPU, Collect, loop_for, same
+from tests.harness import CPU, Collect, loop_for, models_of, same
 
 pytestmark = pytest.mark.full
 
@@ -45,7 +46,7 @@ HEAD = 4 * (64 * 10 + 10)  # bytes of lenet-bn's last layer
 WIDE_HEAD = HEAD + 4 * (512 * 64 + 64 + 4 * 64) + 8  # and of the layer before it, with its batch norm and counter
 
 
-class Spy(InProcess):
+class Spy(spies.Spy):
     """Keeps what every client was sent and what it sent."""
 
     def __init__(self, *given: Any) -> None:
@@ -67,10 +68,9 @@ class Trained:
     seen: Collect
     spy: Spy
 
-    def state(self, client_id: str) -> State:
-        state = self.loop.states[client_id]
-        assert state is not None
-        return state
+    def model(self, client_id: str) -> State:
+        """All leaves of a client's model as it last left training."""
+        return models_of(self.loop)[client_id]
 
     def right(self, branch: str = "") -> list[list[int]]:
         """Every client's right answers, round by round: of the prediction, or of one branch."""
@@ -103,12 +103,12 @@ def heads(state: Mapping[str, Tensor]) -> set[str]:
 
 def is_online(run: Trained, other: Trained) -> bool:
     """Are the online models those of another run, on the server and on every client?"""
-    clients = [same(part(run.state(c), "online."), other.state(c)) for c in run.loop.info.clients]
+    clients = [same(part(run.model(c), "online."), other.model(c)) for c in run.loop.info.clients]
     return same(part(run.loop.server, "online."), other.loop.server) and all(clients)
 
 
 def is_offline(run: Trained, other: Trained) -> bool:
-    return all(same(part(run.state(c), "offline."), other.state(c)) for c in run.loop.info.clients)
+    return all(same(part(run.model(c), "offline."), other.model(c)) for c in run.loop.info.clients)
 
 
 @pytest.fixture(scope="module")
@@ -143,8 +143,8 @@ def test_without_transfers_it_is_fedbn_beside_local(sections: dict[str, Any], un
     trained = [client_id for client_id, state in both.loop.states.items() if state is not None]
     assert len(trained) > 1
     for client_id in trained:
-        assert same(part(both.state(client_id), "online."), online.state(client_id))
-        assert same(part(both.state(client_id), "offline."), offline.state(client_id))
+        assert same(part(both.model(client_id), "online."), online.model(client_id))
+        assert same(part(both.model(client_id), "offline."), offline.model(client_id))
     assert both.right("online") == online.right()
     assert both.right("offline") == offline.right()
     for record, of_fedbn in zip(both.seen.records, online.seen.records, strict=True):
@@ -169,17 +169,17 @@ def test_each_transfer_changes_the_model_that_it_names(
 
 def test_without_weight_the_heads_cross_in_vain(tiny: Federation) -> None:
     idle, off = train(FedCO2(mu=0.0), tiny), train(FedCO2(inter="none"), tiny)
-    assert all(same(idle.state(client_id), off.state(client_id)) for client_id in tiny.names)
+    assert all(same(idle.model(client_id), off.model(client_id)) for client_id in tiny.names)
     assert heads(idle.loop.server)
     some = train(FedCO2(mu=0.1), tiny)
-    assert not any(same(some.state(client_id), off.state(client_id)) for client_id in tiny.names)
+    assert not any(same(some.model(client_id), off.model(client_id)) for client_id in tiny.names)
 
 
 def test_skip_first_leaves_out_the_first_round_alone(tiny: Federation) -> None:
     """The authors' code: after one round as without the mutual phase, after two not."""
     skipped, without = train(FedCO2(skip_first=True), tiny), train(FedCO2(intra="none"), tiny)
     for after in (1, 2):
-        ours, theirs = (run.seen.snapshots[after].clients for run in (skipped, without))
+        ours, theirs = (models_of(run.loop, after) for run in (skipped, without))
         assert [same(ours[client_id], theirs[client_id]) for client_id in tiny.names] == [after == 1] * 3
     logged = [{name for logs in record.logs.values() for name in logs} for record in skipped.seen.records[1:]]
     assert ["loss/mutual online" in names for names in logged] == [False, True]
@@ -304,9 +304,9 @@ def test_a_server_step_moves_the_online_model_and_not_the_heads(tiny: Federation
     run = train(FedCO2(), tiny, server={"lr": 0.5}, train={"rounds": 1})
     first, last = run.seen.snapshots[0].server, run.seen.snapshots[1].server
     for client_id in tiny.names:
-        assert same(part(last, f"of.{client_id}/"), part(run.state(client_id), "offline.head."))
+        assert same(part(last, f"of.{client_id}/"), part(run.model(client_id), "offline.head."))
     name = "online.body.fc1.weight"
-    mean = torch.stack([run.state(client_id)[name] for client_id in tiny.names]).mean(0)
+    mean = torch.stack([run.model(client_id)[name] for client_id in tiny.names]).mean(0)
     torch.testing.assert_close(last[name], (first[name] + mean) / 2)
 
 
@@ -368,19 +368,19 @@ def test_a_client_that_comes_later_is_sent_all_heads(tiny: Federation) -> None:
     assert down.keys() == loop.server.keys()
     assert down.keys() == method.send(loop.server, None, loop.context(2)).keys()
     for who in clients:
-        assert same(part(down, f"of.{who}/"), part(run.state(who), "offline.head."))
+        assert same(part(down, f"of.{who}/"), part(run.model(who), "offline.head."))
     job = Job(method, config_of(evaluate={"moments": ["received", "adapted"], "splits": ["test"]}), info, late, 2)
     client = open_slot(job)
     scores = client_evaluate(job, None, down, client)
     assert [name for name in client.scratch if name.startswith("head ")] == ["head 0", "head 1"]
     for place, who in enumerate(clients):
-        assert same(client[f"head {place}"].state_dict(), part(run.state(who), "offline.head."))
+        assert same(client[f"head {place}"].state_dict(), part(run.model(who), "offline.head."))
     assert scores["adapted"]["test"].loss < scores["received"]["test"].loss
 
 
 def test_one_client_has_nobody_to_learn_from(tiny: Federation) -> None:
     one = replace(tiny, clients={"plain": tiny.clients["plain"]})
-    assert same(train(FedCO2(), one).state("plain"), train(FedCO2(inter="none"), one).state("plain"))
+    assert same(train(FedCO2(), one).model("plain"), train(FedCO2(inter="none"), one).model("plain"))
 
 
 # --- one round of one client -----------------------------------------------------------------------------------------
@@ -413,7 +413,9 @@ def turns(tiny: Federation) -> Callable[..., Turn]:
         run = runs[head_layers]
         method, ctx = run.loop.method, run.loop.context(2).replace(client_id="tinted")
         job = Job(method, config, run.loop.info, tiny.clients["tinted"], 2)
-        return Turn(job, run.state("tinted"), method.send(run.loop.server, "tinted", ctx), open_slot(job))
+        state = run.loop.states["tinted"]
+        assert state is not None
+        return Turn(job, state, method.send(run.loop.server, "tinted", ctx), open_slot(job))
 
     return make
 
@@ -426,13 +428,13 @@ def turn(request: pytest.FixtureRequest, turns: Callable[..., Turn]) -> Turn:
 def arrived(turn: Turn) -> nn.Module:
     """The client's models at the start of the round, by themselves."""
     model = turn.job.method.build(turn.job.info.arch, "tinted", turn.job.info, 0)
-    load(model, client_receive(turn.job, turn.state, turn.download))
+    load(model, client_model(turn.job, turn.state, turn.download))
     return model
 
 
 def test_teachers_and_heads_are_as_they_came_when_the_round_ends(turn: Turn) -> None:
     start, client = arrived(turn), turn.client
-    result = turn.run()
+    result, trained = turn.run(), tensors(client.model)
     others = [client_id for client_id in turn.job.info.clients if client_id != "tinted"]
     for place, other in enumerate(others):
         frozen = client[f"head {place}"]
@@ -442,10 +444,10 @@ def test_teachers_and_heads_are_as_they_came_when_the_round_ends(turn: Turn) -> 
     for which in PAIR:
         assert same(client[which].state_dict(), getattr(start, which).state_dict())
         assert not client[which].training
-        assert not same(part(result.state, f"{which}."), getattr(start, which).state_dict())
+        assert not same(part(trained, f"{which}."), getattr(start, which).state_dict())
     assert same(part(start.state_dict(), "offline."), part(turn.state, "offline."))  # nothing of it was received
     assert not any(name.startswith("offline.") for name in turn.download)
-    assert same(part(result.upload, "of.tinted/"), part(result.state, "offline.head."))
+    assert same(part(result.upload, "of.tinted/"), part(trained, "offline.head."))
 
 
 def losses(turn: Turn, which: str, **changes: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -631,3 +633,4 @@ def test_options_survive_a_resume(method: FedCO2, tiny: Federation) -> None:
         assert loop.run([], start=straight.seen.snapshots[after]) == "finished"
         assert same(loop.server, straight.loop.server)
         assert all(same(loop.states[client_id], straight.loop.states[client_id]) for client_id in tiny.names)
+        assert all(same(model, straight.model(client_id)) for client_id, model in models_of(loop).items())

@@ -21,7 +21,7 @@ from fedprism.methods.fedper import FedPer
 from fedprism.methods.finetune import FineTune
 from fedprism.round.client import Job, client_evaluate, client_round, open_slot
 from fedprism.round.loop import Loop
-from tests.harness import Collect, changed, loop_for, same, tuned
+from tests.harness import Collect, changed, loop_for, models_of, same, tuned
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +53,7 @@ def job_of(loop: Loop, federation: Federation, client_id: str) -> Job:
 def test_every_head_stays_as_it_was_drawn(model: Any, tiny: Federation) -> None:
     loop, seen = trained(FedBABU(), tiny, model=model)
     first = loop.info.arch.model(loop.info.seed).state_dict()
-    for client_id, state in loop.states.items():
+    for client_id, state in models_of(loop).items():
         assert same(of(state, "head"), of(first, "head")), client_id
         assert not same(of(state, "body"), of(first, "body"))
     assert all(record.scores["adapted"] != record.scores["received"] for record in seen.records)
@@ -86,7 +86,7 @@ def test_without_epochs_it_is_tested_as_received(tiny: Federation) -> None:
     for record in seen.records:
         assert record.scores["adapted"] == record.scores["received"] == record.scores["global"]
     assert same(still.server, loop.server)
-    assert all(same(state, still.states[client_id]) for client_id, state in loop.states.items())
+    assert all(same(state, models_of(still)[client_id]) for client_id, state in models_of(loop).items())
 
 
 def test_to_send_the_head_too_would_change_nothing(tiny: Federation) -> None:
@@ -113,9 +113,9 @@ def test_a_stranger_has_the_same_head(tiny: Federation) -> None:
     """It is sent the body alone; the head comes from the seed, so it is tested as somebody who was there."""
     loop, _ = trained(FedBABU(), tiny)
     download = loop.method.send(loop.server, None, loop.context(ROUNDS))
-    assert set(download) == set(of(loop.states["tinted"], "body"))
+    assert set(download) == set(of(models_of(loop)["tinted"], "body"))
     job = job_of(loop, tiny, "tinted")
-    assert same(of(open_slot(job).model.state_dict(), "head"), of(loop.states["plain"], "head"))
+    assert same(of(open_slot(job).model.state_dict(), "head"), of(models_of(loop)["plain"], "head"))
     assert client_evaluate(job, None, download) == client_evaluate(job, loop.states["tinted"], download)
 
 

@@ -22,11 +22,11 @@ from fedprism.methods.base import Client, State, load, no_draw
 from fedprism.methods.fedcp import FedCP, mmd
 from fedprism.methods.fedper import FedPer
 from fedprism.models import Arch
-from fedprism.round.client import Job, client_receive, client_round, make_info, open_slot
+from fedprism.round.client import Job, client_model, client_receive, client_round, make_info, open_slot
 from fedprism.round.engine import Result
 from fedprism.round.loop import Loop
 from fedprism.round.training import model_inputs
-from tests.harness import Collect, loop_for, same
+from tests.harness import Collect, client_models, loop_for, models_of, same
 
 pytestmark = pytest.mark.full
 
@@ -53,10 +53,6 @@ def train(method: Any, federation: Federation, **sections: Any) -> tuple[Loop, C
     loop, seen = loop_for(method, config_of(**sections), federation), Collect()
     assert loop.run([seen]) == "finished"
     return loop, seen
-
-
-def states(loop: Loop) -> dict[str, State]:
-    return {client_id: state for client_id, state in loop.states.items() if state is not None}
 
 
 def part(state: State, prefix: str) -> State:
@@ -211,7 +207,7 @@ def test_the_vector_is_of_the_head_as_received_and_constant_in_training(tiny: Fe
 def test_the_vector_does_not_travel(tiny: Federation) -> None:
     loop, _ = train(FedCP(), tiny, train=ADAM)
     assert not any(name.startswith("client") for name in loop.server)
-    vectors = [state["client.v"] for state in states(loop).values()]
+    vectors = [state["client.v"] for state in models_of(loop).values()]
     assert not torch.allclose(vectors[0], vectors[1], atol=1e-3)
 
 
@@ -223,7 +219,7 @@ def test_sgd_never_turns_the_vector_of_a_linear_head(tiny: Federation) -> None:
         job = job_of(FedCP(), tiny, **sections)
         weight = "net.head.fc1.weight" if "model" in sections else "net.head.fc2.weight"
         first = open_slot(job).model.state_dict()[weight]
-        for state in states(train(FedCP(), tiny, **sections)[0]).values():
+        for state in models_of(train(FedCP(), tiny, **sections)[0]).values():
             old, new = first.sum(0) / first.sum(0).norm(), state[weight].sum(0) / state[weight].sum(0).norm()
             assert not torch.allclose(state[weight], first, atol=1e-3)
             assert (float((old - new).abs().max()) > 1e-3) is turned
@@ -248,8 +244,8 @@ def test_no_gradient_through_the_vector(tiny: Federation) -> None:
 
 def test_a_random_first_vector(tiny: Federation) -> None:
     """As in the authors' code: random, positive and of length 1 in a client's first round, of its head from then on."""
-    seen = train(FedCP(first_vector="random"), tiny)[1]
-    _, one, two = ({c: s for c, s in snapshot.clients.items() if s is not None} for snapshot in seen.snapshots)
+    loop = train(FedCP(first_vector="random"), tiny)[0]
+    one, two = (models_of(loop, after) for after in (1, 2))
     assert one.keys() == two.keys() == tiny.clients.keys()
     for client_id, state in one.items():
         v = state["client.v"]
@@ -259,15 +255,15 @@ def test_a_random_first_vector(tiny: Federation) -> None:
         assert not any(torch.equal(v, other["client.v"]) for name, other in one.items() if name != client_id)
         torch.testing.assert_close(two[client_id]["client.v"], vector(state))
     plain = train(FedCP(), tiny, train={"rounds": 1})[0]
-    assert not any(same(part(state, "net."), part(states(plain)[c], "net.")) for c, state in one.items())
+    assert not any(same(part(state, "net."), part(models_of(plain)[c], "net.")) for c, state in one.items())
 
 
 def test_without_cs_and_ss_one_random_vector_is_never_changed(tiny: Federation) -> None:
     loop = train(FedCP(without=("cs", "ss")), tiny)[0]
     first = open_slot(job_of(FedCP(without=("cs", "ss")), tiny)).model.client["v"]
     assert len(first.unique()) > len(first) // 2
-    assert len(states(loop)) == 3
-    assert all(torch.equal(state["client.v"], first) for state in states(loop).values())
+    assert len(models_of(loop)) == 3
+    assert all(torch.equal(state["client.v"], first) for state in models_of(loop).values())
 
 
 # --- the alignment ---------------------------------------------------------------------------------------------------
@@ -350,14 +346,13 @@ def test_the_alignment_pulls_at_the_body_alone(tiny: Federation) -> None:
 def test_everything_learns_but_the_global_head(tiny: Federation) -> None:
     job = job_of(FedCP(), tiny)
     down = loop_for(FedCP(), job.config, tiny).server
-    result = client_round(job, None, down)
-    assert isinstance(result, Result)
-    assert same(part(result.state, "common."), part(down, "common."))
+    model = client_models(job, None, down)[1]
+    assert same(part(model, "common."), part(down, "common."))
     for prefix in ("net.body.", "policy."):
-        moved = [not torch.equal(result.state[n], down[n]) for n in down if n.startswith(prefix)]
+        moved = [not torch.equal(model[n], down[n]) for n in down if n.startswith(prefix)]
         assert moved
         assert all(moved)
-    assert not same(part(result.state, "net.head."), part(down, "common."))
+    assert not same(part(model, "net.head."), part(down, "common."))
 
 
 def test_gradients_pass_through_the_frozen_head(tiny: Federation) -> None:
@@ -378,16 +373,16 @@ def test_the_mean_of_both_heads_is_uploaded(tiny: Federation) -> None:
     """Eq. 6; body and policy as they are."""
     job = job_of(FedCP(), tiny)
     down = {name: stirred(job)[name] for name in loop_for(FedCP(), job.config, tiny).server}
-    result = client_round(job, None, down)
+    result, model = client_models(job, None, down)
     assert isinstance(result, Result)
     assert set(result.upload) == set(down)
     for name, value in result.upload.items():
         if name.startswith("common."):
-            own = result.state[name.replace("common.", "net.head.")]
+            own = model[name.replace("common.", "net.head.")]
             torch.testing.assert_close(value, (down[name] + own) / 2)
             assert not torch.allclose(down[name], own, atol=1e-3)
         else:
-            assert torch.equal(value, result.state[name])
+            assert torch.equal(value, model[name])
 
 
 def test_the_server_weights_uploads_by_samples(tiny: Federation) -> None:
@@ -400,7 +395,7 @@ def test_the_server_weights_uploads_by_samples(tiny: Federation) -> None:
     shares = {"plain": 40 / 90, "tinted": 10 / 90, "textured": 40 / 90}
     for name, value in loop.server.items():
         own = name.replace("common.", "net.head.")
-        halves = {c: (first[name] + s[own]) / 2 if own != name else s[name] for c, s in states(loop).items()}
+        halves = {c: (first[name] + s[own]) / 2 if own != name else s[name] for c, s in models_of(loop).items()}
         torch.testing.assert_close(value, sum(shares[c] * half for c, half in halves.items()))
 
 
@@ -409,7 +404,7 @@ def test_who_is_absent_keeps_its_head_and_is_tested_with_the_new_rest(tiny: Fede
     absent = next(client_id for client_id, state in loop.states.items() if state is None)
     job = Job(loop.method, loop.config, loop.info, tiny.clients[absent], 1)
     first = open_slot(job).model.state_dict()
-    state = client_receive(job, None, loop.server)
+    state = client_model(job, None, loop.server)
     assert same(part(state, "net.head."), part(first, "net.head."))
     assert all(torch.equal(state[name], value) for name, value in loop.server.items())
     assert not same(part(state, "common."), part(first, "common."))
@@ -426,8 +421,8 @@ def test_without_everything_it_is_fedper(bn: str, participation: float, tiny: Fe
     fedper, other = train(FedPer(), tiny, train={"bn": bn}, **sections)
     assert same(part(bare.server, "net."), fedper.server)
     assert len(bare.server) == len(fedper.server)
-    assert states(bare).keys() == states(fedper).keys()
-    assert all(same(part(state, "net."), states(fedper)[client_id]) for client_id, state in states(bare).items())
+    assert models_of(bare).keys() == models_of(fedper).keys()
+    assert all(same(part(state, "net."), models_of(fedper)[client_id]) for client_id, state in models_of(bare).items())
     for mine, theirs in zip(seen.records, other.records, strict=True):
         assert mine.scores == theirs.scores
         assert (mine.up, mine.down) == (theirs.up, theirs.down)
@@ -439,7 +434,7 @@ def test_without_a_global_head_only_the_alignment_is_left(tiny: Federation) -> N
     for lam, equal in ((0.0, True), (5.0, False)):
         aligned = train(FedCP(without=("cpn", "gh"), lam=lam), tiny)[0]
         assert set(part(aligned.server, "net.")) == set(fedper.server)
-        assert all(same(part(state, "net."), states(fedper)[c]) is equal for c, state in states(aligned).items())
+        assert all(same(part(state, "net."), models_of(fedper)[c]) is equal for c, state in models_of(aligned).items())
 
 
 @pytest.mark.parametrize("rest", [(), ("cs",), ("cpn",), ("cpn", "gh")])
@@ -449,7 +444,7 @@ def test_without_the_alignment_it_is_lam_zero(rest: tuple[Any, ...], tiny: Feder
     zero = train(FedCP(without=rest, lam=0.0), tiny, train=once)[0]
     full = train(FedCP(without=rest), tiny, train=once)[0]
     assert same(gone.server, zero.server)
-    assert all(same(state, states(zero)[client_id]) for client_id, state in states(gone).items())
+    assert all(same(state, models_of(zero)[client_id]) for client_id, state in models_of(gone).items())
     assert not same(gone.server, full.server)
 
 
@@ -492,24 +487,24 @@ def test_statistics_in_the_global_head_are_the_clients_own(tiny: Federation) -> 
     job = job_of(FedCP(), tiny, model=TWO)
     loop = loop_for(FedCP(), job.config, tiny)
     state = stirred(job)
-    got = client_receive(job, state, loop.server)
-    result = client_round(job, state, loop.server)
+    got = client_model(job, state, loop.server)
+    result, model = client_models(job, state, loop.server)
     assert isinstance(result, Result)
     for name in ("bn3.running_mean", "bn3.running_var"):
         assert f"common.{name}" not in loop.server
         assert torch.equal(got[f"common.{name}"], state[f"net.head.{name}"])
-        assert torch.equal(result.state[f"common.{name}"], state[f"net.head.{name}"])
-        assert not torch.equal(result.state[f"net.head.{name}"], state[f"net.head.{name}"])
+        assert torch.equal(model[f"common.{name}"], state[f"net.head.{name}"])
+        assert not torch.equal(model[f"net.head.{name}"], state[f"net.head.{name}"])
     for name in ("bn3.weight", "bn3.bias", "fc2.weight"):
-        assert torch.equal(result.state[f"common.{name}"], loop.server[f"common.{name}"])
-        half = (loop.server[f"common.{name}"] + result.state[f"net.head.{name}"]) / 2
+        assert torch.equal(model[f"common.{name}"], loop.server[f"common.{name}"])
+        half = (loop.server[f"common.{name}"] + model[f"net.head.{name}"]) / 2
         torch.testing.assert_close(result.upload[f"common.{name}"], half)
 
 
 def test_shared_statistics_in_the_head_are_averaged_too(tiny: Federation) -> None:
     loop, _ = train(FedCP(), tiny, model=TWO, train={"rounds": 1, "bn": "shared"})
     assert "common.bn3.running_mean" in loop.server
-    own = torch.stack([state["net.head.bn3.running_mean"] for state in states(loop).values()])
+    own = torch.stack([state["net.head.bn3.running_mean"] for state in models_of(loop).values()])
     torch.testing.assert_close(loop.server["common.bn3.running_mean"], own.mean(0) / 2)  # the first were zero
 
 
@@ -517,7 +512,7 @@ def test_batch_norm_that_stays_is_the_personal_heads(tiny: Federation) -> None:
     job = job_of(FedCP(), tiny, model=TWO, train={"bn": "local"})
     loop, state = loop_for(FedCP(), job.config, tiny), stirred(job)
     assert not any("bn" in name for name in loop.server)
-    got = client_receive(job, state, loop.server)
+    got = client_model(job, state, loop.server)
     assert all(
         torch.equal(got[f"common.bn3.{leaf}"], state[f"net.head.bn3.{leaf}"])
         for leaf in ("weight", "bias", "running_mean", "running_var")
@@ -581,7 +576,7 @@ def test_records_hold_the_ratio_and_the_quantiles(tiny: Federation) -> None:
     for client_id, data in tiny.clients.items():
         job = Job(loop.method, loop.config, loop.info, data, 2)
         model = open_slot(job).model.eval()
-        load(model, client_receive(job, loop.states[client_id], loop.server))
+        load(model, client_model(job, loop.states[client_id], loop.server))
         with torch.no_grad():
             z = model.net.body(model_inputs(data.test.x, loop.config))
             _, s = split_by_hand(model.policy(model.client["v"] * z))

@@ -49,11 +49,11 @@ def sent(loop: Loop, server: State, client_id: str | None) -> tuple[Tensor, Tens
 @pytest.mark.parametrize("average", AVERAGES)
 def test_without_a_pull_it_is_local(average: Any, tiny: Federation) -> None:
     free, alone = train(FedDistill(lam=0.0, average=average), tiny), train(Local(), tiny)
-    for client_id, state in free.states.items():
-        assert same(part(state, "net."), alone.states[client_id])
+    for client_id, state in free.models.items():
+        assert same(part(state, "net."), alone.models[client_id])
     assert free.correct() == alone.correct()
     taught = train(FedDistill(average=average), tiny)
-    assert not any(same(part(state, "net."), alone.states[client_id]) for client_id, state in taught.states.items())
+    assert not any(same(part(state, "net."), alone.models[client_id]) for client_id, state in taught.models.items())
 
 
 def test_one_client_is_alone(tiny: Federation) -> None:
@@ -165,7 +165,7 @@ def test_a_class_that_one_client_has(tiny: Federation) -> None:
 def test_three_architectures_of_different_widths(tiny: Federation) -> None:
     models = {"features": "own", "per_client": ["lenet-bn", "mlp", {"name": "mlp", "hidden": [24]}]}
     mixed, alone = train(FedDistill(), tiny, model=models), train(Local(), tiny, model=models)
-    assert len({len(state) for state in mixed.states.values()}) == 3
+    assert len({len(state) for state in mixed.models.values()}) == 3
     for record in mixed.seen.records[1:]:
         assert set(record.up.values()) == set(record.down.values()) == {4 * 10 * 11}
-    assert not any(same(part(state, "net."), alone.states[client_id]) for client_id, state in mixed.states.items())
+    assert not any(same(part(state, "net."), alone.models[client_id]) for client_id, state in mixed.models.items())

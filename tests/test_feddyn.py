@@ -19,7 +19,19 @@ from fedprism.methods.fedavg import FedAvg
 from fedprism.methods.feddyn import FedDyn
 from fedprism.methods.fedprox import FedProx
 from fedprism.round.client import Job, open_slot
-from tests.harness import MLP, Slope, Trained, config_of, engine_run, loop_for, pixels, same, train
+from tests.harness import (
+    MLP,
+    Slope,
+    Trained,
+    config_of,
+    engine_run,
+    loop_for,
+    models_of,
+    pixels,
+    same,
+    same_clients,
+    train,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -42,10 +54,10 @@ def test_the_first_round_trains_as_fedprox(tiny: Federation) -> None:
     dynamic, proximal = train(FedDyn(alpha=0.3), tiny), train(FedProx(mu=0.3), tiny)
     other = train(FedProx(mu=0.4), tiny)
     for client_id in tiny.names:
-        first, second = (network(s.clients[client_id] or {}) for s in dynamic.seen.snapshots[1:3])
-        assert same(first, proximal.seen.snapshots[1].clients[client_id])
-        assert not same(first, other.seen.snapshots[1].clients[client_id])
-        assert not same(second, proximal.seen.snapshots[2].clients[client_id])
+        first, second = (network(models_of(dynamic.loop, r)[client_id]) for r in (1, 2))
+        assert same(first, models_of(proximal.loop, 1)[client_id])
+        assert not same(first, models_of(other.loop, 1)[client_id])
+        assert not same(second, models_of(proximal.loop, 2)[client_id])
 
 
 def test_the_linear_term_shifts_the_gradient_of_fedprox(tiny: Federation) -> None:
@@ -156,7 +168,7 @@ def test_one_capture_serves_clients_of_different_alphas(unequal: Federation) -> 
     )
     assert two.engine.reasons == {}  # type: ignore[attr-defined]
     assert same(one.server, two.server)
-    assert all(same(one.states[client_id], two.states[client_id]) for client_id in unequal.names)
+    assert same_clients(one, two)
 
 
 def test_finds_the_minimum_of_the_mean_loss_where_fedavg_does_not() -> None:
@@ -177,7 +189,7 @@ def test_finds_the_minimum_of_the_mean_loss_where_fedavg_does_not() -> None:
 def test_h_is_the_mean_of_what_clients_keep(tiny: Federation) -> None:
     """Whoever takes part; zero for a client that never did."""
     run = train(FedDyn(alpha=0.5), tiny, clients={"participation": 0.34})
-    seen = [gradients(state) for state in run.states.values()]
+    seen = [gradients(state) for state in run.models.values()]
     assert len({record.cohort for record in run.seen.records[1:]}) > 1
     for name in seen[0]:
         total = torch.stack([state[name] for state in seen]).sum(0) / 3
@@ -187,7 +199,7 @@ def test_h_is_the_mean_of_what_clients_keep(tiny: Federation) -> None:
 
 def test_running_statistics_are_averaged_and_nothing_else(tiny: Federation) -> None:
     run = train(FedDyn(), tiny, train={"rounds": 2})
-    states = list(run.states.values())
+    states = list(run.models.values())
     for name in ("body.bn1.running_mean", "body.bn1.running_var"):
         mean = torch.stack([state[name] for state in states]).mean(0)
         torch.testing.assert_close(run.server[name], mean)
@@ -199,7 +211,7 @@ def test_running_statistics_are_averaged_and_nothing_else(tiny: Federation) -> N
 def test_what_stays_at_home_has_no_dynamic_term(tiny: Federation) -> None:
     run = train(FedDyn(), tiny, train={"bn": "local"})
     assert not any(".bn" in name for name in run.server)
-    for state in run.states.values():
+    for state in run.models.values():
         kept = gradients(state)
         assert all(bool(kept[n].any()) == (".bn" not in n) for n in kept if n.endswith("weight"))
 

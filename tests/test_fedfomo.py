@@ -19,7 +19,7 @@ from fedprism.methods.local import Local
 from fedprism.round.client import Job, client_evaluate, client_round, make_context, make_info
 from fedprism.round.engine import Result
 from fedprism.round.training import model_inputs
-from tests.harness import MLP, Trained, config_of, cut, loop_for, reference, same, scores_of, train
+from tests.harness import MLP, Trained, config_of, cut, loop_for, models_of, reference, same, scores_of, train
 from tests.reference import fedfomo
 
 pytestmark = pytest.mark.full
@@ -47,7 +47,7 @@ def test_one_client_is_alone(images: Any, tiny: Federation) -> None:
         "evaluate": {"splits": ["test", images]},
     }
     mixed, alone = train(FedFomo(images=images), one, **sections), train(Local(), one, **sections)
-    assert same(network(mixed.states["plain"]), alone.states["plain"])
+    assert same(network(mixed.models["plain"]), alone.models["plain"])
     assert mixed.correct() == alone.correct()
     assert [record.down for record in mixed.seen.records[1:]] == [{"plain": 0}] * 6
     losses = [record.scores["received"][images]["plain"].loss for record in mixed.seen.records]
@@ -58,11 +58,11 @@ def test_the_first_round_is_alone_and_the_next_is_not(run: Trained, tiny: Federa
     """From the second round on a client is sent models, and goes on alone only where none of them helps."""
     alone, helped = train(Local(), tiny), []
     for client_id in tiny.names:
-        first, second = (network(run.seen.snapshots[r].clients[client_id] or {}) for r in (1, 2))
+        first, second = (network(models_of(run.loop, r)[client_id]) for r in (1, 2))
         logs = [record.logs[client_id] for record in run.seen.records[1:]]
-        assert same(first, alone.seen.snapshots[1].clients[client_id])
+        assert same(first, models_of(alone.loop, 1)[client_id])
         assert (logs[0]["own"], logs[0]["others"]) == (1.0, 0.0)
-        assert same(second, alone.seen.snapshots[2].clients[client_id]) == (logs[1]["others"] == 0)
+        assert same(second, models_of(alone.loop, 2)[client_id]) == (logs[1]["others"] == 0)
         helped.append(logs[1]["others"] > 0.01)
     assert any(helped)
 
@@ -130,14 +130,14 @@ def test_what_is_compared_is_never_a_test_image(run: Trained, tiny: Federation) 
         return replace(tiny, clients=clients)
 
     for part, reads in (("test", False), ("validation", True)):
-        states = train(FedFomo(), changed(part)).states
-        assert [same(states[c], run.states[c]) for c in tiny.names] == [not reads] * 3
+        states = train(FedFomo(), changed(part)).models
+        assert [same(states[c], run.models[c]) for c in tiny.names] == [not reads] * 3
 
 
 def test_a_client_without_validation_images_compares_on_training_images(tiny: Federation) -> None:
     bare = {n: replace(d, validation=Split(d.train.x[:0], d.train.y[:0])) for n, d in tiny.clients.items()}
     without, train_images = train(FedFomo(), replace(tiny, clients=bare)), train(FedFomo(images="train"), tiny)
-    assert all(same(without.states[c], train_images.states[c]) for c in tiny.names)
+    assert all(same(without.models[c], train_images.models[c]) for c in tiny.names)
 
 
 # --- the server ------------------------------------------------------------------------------------------------------
@@ -183,9 +183,9 @@ def test_a_client_is_sent_what_others_last_sent(run: Trained, tiny: Federation) 
     assert {owner(n) for n in download} == {"tinted", "textured"}
     for client_id in ("tinted", "textured"):
         sent = {n.rpartition("/")[2]: t for n, t in download.items() if owner(n) == client_id}
-        assert same(sent, network(run.states[client_id]))
-    assert {len(run.states[c]["liked"]) for c in tiny.names} == {4}
-    assert all(same({"": loop.server[client_key(c, "liked")]}, {"": run.states[c]["liked"]}) for c in tiny.names)
+        assert same(sent, network(run.models[client_id]))
+    assert {len(run.models[c]["liked"]) for c in tiny.names} == {4}
+    assert all(same({"": loop.server[client_key(c, "liked")]}, {"": run.models[c]["liked"]}) for c in tiny.names)
 
 
 # --- moments, batch norm, newcomers ----------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def test_received_is_the_trained_model_and_adapted_the_mixture(run: Trained) -> 
     assert adapted.loss != received.loss
     # The mixture that the third round began with is what the moment `adapted` tested after the second.
     previous = {n.removeprefix("previous.").replace("/", "."): t for n, t in (three.clients["plain"] or {}).items()}
-    state = {**(run.seen.snapshots[2].clients["plain"] or {}), **network(previous)}
+    state = {**models_of(run.loop, 2)["plain"], **network(previous)}
     job = Job(run.loop.method, config_of(), run.loop.info, run.loop.federation.clients["plain"], 2)
     assert client_evaluate(job, state, {})["received"]["test"].loss == adapted.loss
 
@@ -216,7 +216,7 @@ def test_who_comes_later_gets_the_mean_and_then_models(run: Trained, tiny: Feder
     loop, method = run.loop, run.loop.method
     info, data = replace(loop.info, later=("new",)), replace(tiny.clients["plain"], name="new")
     mean = method.send(loop.server, None, loop.context(3).replace(info=info))
-    expected = sum(run.states[c]["head.fc2.weight"] for c in tiny.names) / 3
+    expected = sum(run.models[c]["head.fc2.weight"] for c in tiny.names) / 3
     torch.testing.assert_close(mean["head.fc2.weight"], expected)
     raw = {"train": {"rounds": 3, "batch_size": 16}, "evaluate": {"moments": ["received", "adapted"]}}
     config = structure(raw, Config)

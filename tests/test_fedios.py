@@ -26,7 +26,7 @@ from fedprism.round.engine import Result
 from fedprism.round.events import RoundRecord
 from fedprism.round.loop import Loop, draw_cohort
 from fedprism.round.training import model_inputs
-from tests.harness import Collect, cut, loop_for, same
+from tests.harness import Collect, cut, loop_for, models_of, same
 
 pytestmark = pytest.mark.full
 
@@ -55,8 +55,8 @@ class Trained:
     records: list[RoundRecord]
 
     @property
-    def states(self) -> dict[str, State]:
-        return {client_id: state for client_id, state in self.loop.states.items() if state is not None}
+    def models(self) -> dict[str, State]:
+        return models_of(self.loop)
 
     def scores(self, moment: str) -> list[tuple[int, float]]:
         """Every client's right answers and loss after every round."""
@@ -168,7 +168,7 @@ def test_projections_neither_travel_nor_train(plain: Trained) -> None:
     shared = set(loop.server)
     assert shared
     assert all(name.startswith(("net.body.", "net.head.")) for name in shared)
-    for client_id, state in plain.states.items():
+    for client_id, state in plain.models.items():
         first = built(FediOS(), client_id, loop.info)
         assert not any(name.startswith("basis.") for name, _ in first.named_parameters())
         for name in ("basis.generic", "basis.personal"):
@@ -201,7 +201,7 @@ def test_only_participants_train_but_everybody_receives(tiny: Federation) -> Non
     scores = run.records[-1].scores["received"]["test"]
     assert scores.keys() == set(run.loop.info.clients)
     for client_id in cohort:
-        assert not any(torch.equal(run.states[client_id][name], first[name]) for name in personal)
+        assert not any(torch.equal(run.models[client_id][name], first[name]) for name in personal)
     kept = run.loop.states[absent]
     assert kept is None or all(torch.equal(kept[name], first[name]) for name in personal)
 
@@ -222,11 +222,11 @@ def test_projections_survive_a_checkpoint(subspaces: Any, tiny: Federation, tmp_
 def test_projections_are_state_and_not_drawn_again(plain: Trained) -> None:
     """What a client kept is what it goes on with, even if another version of the code would draw others."""
     loop, client_id = plain.loop, "plain"
-    state = {name: t.clone() for name, t in plain.states[client_id].items()}
+    state = {name: t.clone() for name, t in plain.models[client_id].items()}
     state["basis.personal"] = state["basis.personal"].flip(0)
     job = Job(loop.method, loop.config, loop.info, loop.federation.clients[client_id], 0)
     down = {name: state[name] for name in loop.server}
-    one, other = client_round(job, state, down), client_round(job, plain.states[client_id], down)
+    one, other = client_round(job, state, down), client_round(job, plain.models[client_id], down)
     assert isinstance(one, Result)
     assert isinstance(other, Result)
     assert torch.equal(one.state["basis.personal"], state["basis.personal"])
@@ -259,7 +259,7 @@ def test_personal_bodies_start_equal_to_each_other_but_not_to_the_generic_one() 
 def test_batch_norm_of_the_personal_body_stays_at_home(tiny: Federation) -> None:
     run = train(FediOS(), tiny, model={"name": "lenet-bn"}, train={"rounds": 2})
     assert "net.body.bn1.running_mean" in run.loop.server
-    states = list(run.states.values())
+    states = list(run.models.values())
     for one, other in combinations(states, 2):
         assert not torch.allclose(one["personal.bn1.running_mean"], other["personal.bn1.running_mean"], atol=1e-4)
         assert not torch.equal(one["personal.bn1.weight"], other["personal.bn1.weight"])
@@ -278,8 +278,8 @@ def test_a_subspace_of_the_head_is_trained_by_its_client_alone(tiny: Federation)
     first = built(FediOS(), None, run.loop.info).state_dict()["net.head.fc3.weight"]
     average = run.loop.server["net.head.fc3.weight"] - first
     for client_id, share in zip(sites.names, (40 / 75, 25 / 75, 10 / 75), strict=True):
-        o = run.states[client_id]["basis.personal"]
-        steps = {name: (state["net.head.fc3.weight"] - first) @ o for name, state in run.states.items()}
+        o = run.models[client_id]["basis.personal"]
+        steps = {name: (state["net.head.fc3.weight"] - first) @ o for name, state in run.models.items()}
         own = steps.pop(client_id)
         assert float(own.abs().max()) > 1e-3
         assert all(float(step.abs().max()) < TIGHT for step in steps.values())
@@ -453,8 +453,8 @@ def test_without_the_orthogonality_loss_its_weight_is_zero(tiny: Federation) -> 
     off = train(FediOS(without=("re",), lam=5.0, re_on="raw"), tiny)
     zero, on = train(FediOS(lam=0.0), tiny), train(FediOS(lam=0.5, re_on="raw"), tiny)
     assert same(off.loop.server, zero.loop.server)
-    assert all(same(state, zero.states[client_id]) for client_id, state in off.states.items())
-    assert not any(same(state, on.states[client_id]) for client_id, state in off.states.items())
+    assert all(same(state, zero.models[client_id]) for client_id, state in off.models.items())
+    assert not any(same(state, on.models[client_id]) for client_id, state in off.models.items())
 
 
 @pytest.mark.parametrize("without", [("projections", "personal"), ("projections", "personal", "re")])
@@ -465,8 +465,8 @@ def test_without_projections_and_personal_bodies_it_is_fedavg_at_twice_the_rate(
     bare = train(FediOS(without=without), sites, model=model, train={"optimizer": {"lr": 0.01, **optimizer}})
     average = train(FedAvg(), sites, model=model, train={"optimizer": {"lr": 0.02, **optimizer}})
     assert same({name.removeprefix("net."): t for name, t in bare.loop.server.items()}, average.loop.server)
-    for client_id, state in bare.states.items():
-        assert same({name.removeprefix("net."): t for name, t in state.items()}, average.states[client_id])
+    for client_id, state in bare.models.items():
+        assert same({name.removeprefix("net."): t for name, t in state.items()}, average.models[client_id])
     for moment in ("received", "trained", "global"):
         assert bare.scores(moment) == average.scores(moment)
     slower = train(FedAvg(), sites, model=model, train={"optimizer": {"lr": 0.01, **optimizer}})
@@ -515,7 +515,7 @@ def test_tall_heads_are_averaged_and_start_equal(tiny: Federation) -> None:
     assert all(same(head, heads[0]) for head in heads)
     run = train(FediOS(subspaces="tall"), tiny)
     assert run.loop.server["net.head.fc3.weight"].shape == (CLASSES, 4 * WIDTH)
-    for state in run.states.values():
+    for state in run.models.values():
         assert not any(name.startswith("basis") for name in run.loop.server)
         assert state["basis.personal_block"].sum() == 1
 
@@ -677,7 +677,7 @@ def test_bad_settings_are_refused(settings: dict[str, Any], said: str) -> None:
 
 def trained_model(run: Trained, client_id: str) -> Net:
     model = built(FediOS(), client_id, run.loop.info)
-    load(model, run.states[client_id])
+    load(model, run.models[client_id])
     return model.eval()
 
 
@@ -695,7 +695,7 @@ def test_prediction_is_fused_and_the_global_one_is_the_generic_path(plain: Train
     assert_close(alone, model.net.head(a), 1e-5)
     # It reads nothing that is a client's own.
     other = built(FediOS(), next(c for c in plain.loop.info.clients if c != client_id), plain.loop.info).eval()
-    load(other, {name: t for name, t in plain.states[client_id].items() if name.startswith("net.")})
+    load(other, {name: t for name, t in plain.models[client_id].items() if name.startswith("net.")})
     assert torch.equal(FediOS().predict_global(other, x, no_draw), alone)
     assert not torch.allclose(FediOS().predict(other, x, no_draw), FediOS().predict(model, x, no_draw), atol=1e-2)
 

@@ -20,7 +20,7 @@ from fedprism.methods.factors import Updates, factored, multiplied, room
 from fedprism.methods.fedavg import FedAvg
 from fedprism.methods.fedkd import FedKD
 from fedprism.methods.local import Local
-from fedprism.round.client import Job, client_receive, open_slot
+from fedprism.round.client import Job, client_model, open_slot
 from fedprism.round.engine import Failure, Request, Result
 from fedprism.round.events import Snapshot
 from fedprism.store.serialize import size
@@ -37,11 +37,11 @@ HALF: dict[str, Any] = {"T_start": 0.5, "T_end": 0.6}
 @pytest.mark.parametrize("participation", [1.0, 0.67])
 def test_a_teacher_that_learns_nothing_from_the_student_is_local(participation: float, tiny: Federation) -> None:
     run, alone = (train(method, tiny, clients={"participation": participation}) for method in (FedKD(lam=0.0), Local()))
-    for client_id, state in run.states.items():
-        assert same(part(state, "teacher."), alone.states[client_id])
+    for client_id, state in run.models.items():
+        assert same(part(state, "teacher."), alone.models[client_id])
     assert run.correct() == alone.correct()
     taught = train(FedKD(), tiny, clients={"participation": participation})
-    assert not any(same(part(state, "teacher."), alone.states[c]) for c, state in taught.states.items())
+    assert not any(same(part(state, "teacher."), alone.models[c]) for c, state in taught.models.items())
 
 
 def test_each_model_steps_by_its_own_loss(tiny: Federation) -> None:
@@ -90,9 +90,9 @@ def test_three_architectures_and_a_student_of_a_fourth(tiny: Federation) -> None
         method = FedKD(student=student)  # type: ignore[arg-type]
         run = train(method, tiny, model=models)
         assert method.facts(run.loop.info)["student"].startswith(words)
-        assert not any(same(part(s, "teacher."), alone.states[client_id]) for client_id, s in run.states.items())
-        assert len({s["map.weight"].shape for s in run.states.values()}) == 3
-        students = [part(state, "received.") for state in run.states.values()]
+        assert not any(same(part(s, "teacher."), alone.models[client_id]) for client_id, s in run.models.items())
+        assert len({s["map.weight"].shape for s in run.models.values()}) == 3
+        students = [part(state, "received.") for state in run.models.values()]
         assert all(same(students[0], other) for other in students)
     with pytest.raises(ConfigError, match="unknown model 'mpl'"):
         train(FedKD(student="mpl"), tiny)  # type: ignore[arg-type]
@@ -184,9 +184,9 @@ class Whole(FedKD):
 
 def test_with_all_of_the_energy_nothing_is_lost(tiny: Federation) -> None:
     one, other = train(FedKD(T_start=1.0, T_end=1.0), tiny, model=MLP), train(Whole(), tiny, model=MLP)
-    for client_id, state in one.states.items():
+    for client_id, state in one.models.items():
         for name, tensor in state.items():
-            assert (tensor.double() - other.states[client_id][name].double()).abs().max() < 1e-5, name
+            assert (tensor.double() - other.models[client_id][name].double()).abs().max() < 1e-5, name
     less = train(FedKD(**HALF), tiny, model=MLP)
     assert any((less.server[name] - t).abs().max() > 1e-3 for name, t in one.server.items() if name.startswith("old"))
 
@@ -213,12 +213,12 @@ def test_the_student_comes_whole_once_and_then_as_updates(tiny: Federation) -> N
 def received(
     run: Trained, federation: Federation, at: Snapshot, client_id: str, state: State | None, to: str | None
 ) -> State:
-    """A client's state when it has been sent what is meant for `to` after a round."""
+    """A client's model when it has been sent what is meant for `to` after a round."""
     loop = run.loop
     ctx = loop.context(at.round).replace(client_id=client_id)
     download = loop.method.encode(loop.method.send(at.server, to, ctx), ctx)
     job = Job(loop.method, loop.config, loop.info, federation.clients[client_id], ctx.round)
-    return client_receive(job, state, download)
+    return client_model(job, state, download)
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,9 @@ from fedprism.federation import Federation
 from fedprism.methods.base import Client, State
 from fedprism.methods.fedavg import FedAvg
 from fedprism.methods.fedphp import FedPHP, scaled_mmd
-from fedprism.round.client import Job, client_evaluate, client_receive, client_round, open_slot
-from fedprism.round.engine import Result
+from fedprism.round.client import Job, client_evaluate, client_model, open_slot
 from fedprism.round.training import model_inputs
-from tests.harness import Trained, config_of, loop_for, part, same, train
+from tests.harness import Trained, client_models, config_of, loop_for, models_of, part, same, train
 
 pytestmark = pytest.mark.slow
 
@@ -43,14 +42,14 @@ def models(state: State | None) -> tuple[State, State]:
 def test_the_private_model_is_inherited_by_the_schedule(mu: float, tiny: Federation) -> None:
     """Round t of T takes mu t/T of the old one: nothing in the first, batch norm's statistics like the weights."""
     rounds = 3
-    seen = train(FedPHP(mu=mu), tiny, train={"rounds": rounds}).seen.snapshots
+    loop = train(FedPHP(mu=mu), tiny, train={"rounds": rounds}).loop
     for t in range(rounds):
         for client_id in tiny.names:
-            new, personal = models(seen[t + 1].clients[client_id])
+            new, personal = models(models_of(loop, t + 1)[client_id])
             if t == 0:
                 assert same(personal, new)
                 continue
-            old, share = models(seen[t].clients[client_id])[1], mu * t / rounds
+            old, share = models(models_of(loop, t)[client_id])[1], mu * t / rounds
             for name, value in personal.items():
                 mixed = share * old[name].double() + (1 - share) * new[name].double()
                 counter = not value.is_floating_point()
@@ -60,7 +59,7 @@ def test_the_private_model_is_inherited_by_the_schedule(mu: float, tiny: Federat
 
 
 def test_without_momentum_it_is_the_local_model(tiny: Federation) -> None:
-    for state in train(FedPHP(mu=0.0), tiny).states.values():
+    for state in train(FedPHP(mu=0.0), tiny).models.values():
         assert same(*models(state))
 
 
@@ -69,8 +68,8 @@ def test_without_a_teacher_the_common_model_is_fedavgs(clients: dict[str, Any], 
     sections: dict[str, Any] = {"clients": clients, "evaluate": {"moments": ["received", "trained", "global"]}}
     free, average = train(FedPHP(lam=0.0, mu=0.0), tiny, **sections), train(FedAvg(), tiny, **sections)
     assert same(part(free.server, "common."), average.server)
-    for client_id, state in free.states.items():
-        assert same(models(state)[0], average.states[client_id])
+    for client_id, state in free.models.items():
+        assert same(models(state)[0], average.models[client_id])
     assert free.correct("global") == average.correct("global")
     assert free.correct("trained") == average.correct("trained")  # then the private model is the local one
     assert free.correct("received") != average.correct("received")
@@ -149,7 +148,7 @@ def test_the_teacher_is_in_eval_mode_and_stays_as_it_is(tiny: Federation) -> Non
     run = train(Watched(mu=1.0), tiny, train={"rounds": 3})
     assert set(MODES) == {(True, False)}
     # Batch norm's counter: 3 steps per round from 3 clients' rounded mean; the private one lags behind.
-    common, personal = models(run.states["plain"])
+    common, personal = models(run.models["plain"])
     name = "body.bn1.num_batches_tracked"
     assert 0 < int(personal[name]) < int(common[name]) == 9
 
@@ -178,18 +177,18 @@ def test_who_has_not_trained_has_the_received_model(broadcast: str, tiny: Federa
     cohorts = [record.cohort for record in run.seen.records[1:]]
     (late,) = set(tiny.names) - set(cohorts[0])
     first = next(number for number, cohort in enumerate(cohorts) if late in cohort)
-    before, after = run.seen.snapshots[first], run.seen.snapshots[first + 1]
-    assert same(*models(after.clients[late]))
+    before, after = run.seen.snapshots[first], models_of(run.loop, first + 1)
+    assert same(*models(after[late]))
     assert not bool((before.clients[late] or {"own.trained": torch.tensor(False)})["own.trained"])
     assert same(*models(received(run, before.server, late, before.clients[late], first)))
     others = [client_id for client_id in cohorts[first] if client_id != late]
-    assert not any(same(*models(after.clients[client_id])) for client_id in others)
+    assert not any(same(*models(after[client_id])) for client_id in others)
 
 
 def received(run: Trained, server: State, client_id: str, state: State | None, round: int) -> State:
     loop = run.loop
     job = Job(loop.method, loop.config, loop.info, loop.federation.clients[client_id], round)
-    return client_receive(job, state, server)
+    return client_model(job, state, server)
 
 
 def test_a_newcomer_is_tested_with_what_it_receives_and_adapts_it(tiny: Federation) -> None:
@@ -200,9 +199,7 @@ def test_a_newcomer_is_tested_with_what_it_receives_and_adapts_it(tiny: Federati
     scores = client_evaluate(job, None, run.server)
     assert scores["received"] == scores["global"]
     assert scores["adapted"]["train"].loss != scores["received"]["train"].loss
-    result = client_round(job, None, run.server)
-    assert isinstance(result, Result)
-    assert same(*models(result.state))
+    assert same(*models(client_models(job, None, run.server)[1]))
 
 
 @pytest.mark.parametrize("wrong", [{"mu": 1.1}, {"mu": -0.1}, {"lam": 1.0}, {"lam": -0.1}, {"transfer": "kl"}])

@@ -27,7 +27,7 @@ from fedprism.round.client import Job, make_info, open_slot
 from fedprism.round.loop import Loop
 from fedprism.round.noise import Noise, keyed_draw
 from fedprism.round.training import model_inputs
-from tests.harness import BESIDE, Collect, batches, loop_for, same
+from tests.harness import BESIDE, Collect, batches, loop_for, models_of, same
 
 pytestmark = pytest.mark.full
 
@@ -272,9 +272,9 @@ def test_without_feature_selection_it_is_fedbn(participation: float, unequal: Fe
     ours, seen = trained(FedPick(pfsm=False), unequal, clients=clients)
     theirs, expected = trained(FedBN(), unequal, clients=clients)
     assert same(part(ours.server, "net."), theirs.server)
-    assert ours.states.keys() == theirs.states.keys()
-    for client_id, state in theirs.states.items():
-        assert state is None or same(part(ours.states[client_id], "net."), state)
+    assert models_of(ours).keys() == models_of(theirs).keys()
+    for client_id, state in models_of(theirs).items():
+        assert same(part(models_of(ours)[client_id], "net."), state)
     assert scores(seen) == scores(expected)
     assert [record.up for record in seen.records] == [record.up for record in expected.records]
     score = next(iter(seen.records[-1].scores["received"]["test"].values()))
@@ -297,8 +297,8 @@ def test_with_every_weight_zero_the_shared_model_is_fedbns(mask: Any, unequal: F
     assert same(part(ours.server, "net."), theirs.server)
     assert scores(seen) == scores(expected)
     first = FedPick().build(ours.info.arch, "plain", ours.info, ours.info.seed).state_dict()
-    for client_id, state in ours.states.items():
-        assert same(part(state, "net."), theirs.states[client_id] or {})
+    for client_id, state in models_of(ours).items():
+        assert same(part(state, "net."), models_of(theirs)[client_id])
         for name in ("mask.", "relevant.", "irrelevant."):
             assert same(part(state, name), part(first, name))
 
@@ -316,7 +316,7 @@ def test_with_every_weight_zero_the_shared_model_is_fedbns(mask: Any, unequal: F
 def test_what_is_not_trained_without_a_loss(weights: Any, still: set[str], tiny: Federation) -> None:
     loop, _ = trained(FedPick(**weights), tiny, train={"rounds": 1})
     first = FedPick().build(loop.info.arch, "plain", loop.info, loop.info.seed).state_dict()
-    for state in loop.states.values():
+    for state in models_of(loop).values():
         assert {name for name in PARTS if same(part(state, f"{name}."), part(first, f"{name}."))} == still
 
 
@@ -328,7 +328,7 @@ def test_body_and_global_head_travel_without_batch_norm(head_layers: Any, tiny: 
     assert seen.records[-1].up == record.records[-1].up
     assert seen.records[-1].down == record.records[-1].down
     for name in ("mask.", "relevant.", "irrelevant."):
-        states = [part(state, name) for state in loop.states.values()]
+        states = [part(state, name) for state in models_of(loop).values()]
         assert not same(states[0], states[1])
 
 
@@ -353,7 +353,7 @@ def test_shared_selection_is_the_mask_network_and_both_heads(head_layers: Any, u
     assert loop.server.keys() == set(model.state_dict()) - set(norms(model))
     assert ("relevant.bn3.weight" in model.state_dict()) == (head_layers == "all")
     sizes = [len(data.train) for data in unequal.clients.values()]
-    states = [{name: (state or {})[name] for name in loop.server} for state in loop.states.values()]
+    states = [{name: state[name] for name in loop.server} for state in models_of(loop).values()]
     assert same(loop.server, average(states, [size / sum(sizes) for size in sizes]))
     assert not same(states[0], states[1])
     alone = trained(FedPick(), unequal, model={"head_layers": head_layers})[1].records[-1]

@@ -29,7 +29,7 @@ from fedprism.round.events import RoundRecord, Snapshot
 from fedprism.round.loop import Loop
 from fedprism.round.training import model_inputs
 from fedprism.store.serialize import size
-from tests.harness import RUN, Collect, killed, loop_for, same
+from tests.harness import RUN, Collect, killed, loop_for, models_of, same
 from tests.reference.fedsce import updated
 
 pytestmark = pytest.mark.full
@@ -55,8 +55,8 @@ class Trained:
     snapshots: list[Snapshot]
 
     @property
-    def states(self) -> dict[str, State]:
-        return {client_id: state for client_id, state in self.loop.states.items() if state is not None}
+    def models(self) -> dict[str, State]:
+        return models_of(self.loop)
 
     def scores(self) -> list[tuple[int, float]]:
         """Every client's right answers and loss at every evaluation."""
@@ -64,14 +64,12 @@ class Trained:
         return [(score.correct, score.loss) for splits in moments for score in splits["test"].values()]
 
     def before(self, round: int, client_id: str) -> State:
-        """A client's state as it was at the start of a round (counted from 1), before it received anything."""
-        state = self.snapshots[round - 1].clients[client_id]
-        return state or built(self.loop.method, client_id, self.loop.info).state_dict()
+        """A client's model as it was at the start of a round (counted from 1), before it received anything."""
+        model = models_of(self.loop, round - 1).get(client_id)
+        return model or built(self.loop.method, client_id, self.loop.info).state_dict()
 
     def after(self, round: int, client_id: str) -> State:
-        state = self.snapshots[round].clients[client_id]
-        assert state is not None
-        return state
+        return models_of(self.loop, round)[client_id]
 
     def took_part(self) -> Iterator[tuple[int, str]]:
         for record in self.records[1:]:
@@ -157,9 +155,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_without_subspace_and_auxiliary_it_is_local(method: FedSCE, settings: str, unequal: Federation) -> None:
     run, local = (train(each, unequal, **SETTINGS[settings]) for each in (method, Local()))
-    assert run.states.keys() == local.states.keys()
-    for client_id, state in run.states.items():
-        assert same(under(state, "local"), local.states[client_id])
+    assert run.models.keys() == local.models.keys()
+    for client_id, state in run.models.items():
+        assert same(under(state, "local"), local.models[client_id])
     assert run.scores() == local.scores()
     for record, other in zip(run.records, local.records, strict=True):
         assert (record.cohort, record.failed) == (other.cohort, other.failed)
@@ -183,9 +181,9 @@ def test_mu_zero_is_without_lsl(tiny: Federation) -> None:
     """The subspace turns, but binds nobody."""
     one, other = (train(method, tiny) for method in (FedSCE(mu=0.0), FedSCE(without=("lsl",))))
     assert same(one.loop.server, other.loop.server)
-    for client_id, state in other.states.items():
+    for client_id, state in other.models.items():
         assert not any(name.startswith("space.") for name in state)
-        assert same({name: one.states[client_id][name] for name in state}, state)
+        assert same({name: one.models[client_id][name] for name in state}, state)
     bound = train(FedSCE(), tiny)
     assert not same(bound.loop.server, other.loop.server)
 
@@ -193,18 +191,18 @@ def test_mu_zero_is_without_lsl(tiny: Federation) -> None:
 def test_equal_models_have_nothing_to_teach_each_other(tiny: Federation) -> None:
     """Of one architecture, local and auxiliary model start equal and go the same way until others come in."""
     run, local = train(FedSCE(without=("lsl",)), tiny, train={"rounds": 1}), train(Local(), tiny, train={"rounds": 1})
-    for client_id, state in run.states.items():
+    for client_id, state in run.models.items():
         assert same(under(state, "local"), under(state, "aux"))
-        assert_near(under(state, "local"), local.states[client_id])
+        assert_near(under(state, "local"), local.models[client_id])
     later = train(FedSCE(without=("lsl",)), tiny, train={"rounds": 2})
-    assert not any(same(under(state, "local"), under(state, "aux")) for state in later.states.values())
+    assert not any(same(under(state, "local"), under(state, "aux")) for state in later.models.values())
 
 
 @pytest.mark.parametrize("weighting", ["method", "uniform", "samples"])
 def test_without_contributions_the_average_is_the_configured_one(weighting: str, unequal: Federation) -> None:
     run = train(FedSCE(without=("ce",)), unequal, clients={"weighting": weighting}, train={"rounds": 1})
     shares = [40 / 75, 25 / 75, 10 / 75] if weighting == "samples" else [1 / 3] * 3
-    assert_near(under(run.loop.server, "aux"), weighted([under(s, "aux") for s in run.states.values()], shares))
+    assert_near(under(run.loop.server, "aux"), weighted([under(s, "aux") for s in run.models.values()], shares))
     assert not any({"weight", "distance/parameters"} & logs.keys() for logs in run.records[1].logs.values())
     expected = {size(run.loop.server)}
     assert set(run.records[1].up.values()) == set(run.records[1].down.values()) == expected
@@ -768,14 +766,14 @@ def test_mixed_clients_share_the_smallest_architecture(mixed: Trained) -> None:
     smallest = info.archs[min(counts, key=lambda c: counts[c])]
     names = smallest.model(0).state_dict()
     assert {n: t.shape for n, t in under(mixed.loop.server, "aux").items()} == {n: t.shape for n, t in names.items()}
-    assert len(mixed.states) == 3
-    for client_id, state in mixed.states.items():
+    assert len(mixed.models) == 3
+    for client_id, state in mixed.models.items():
         own = info.archs[client_id].model(0).state_dict()
         assert {n: t.shape for n, t in under(state, "local").items()} == {n: t.shape for n, t in own.items()}
         assert under(state, "aux").keys() == names.keys()
         first = next(r for r, c in mixed.took_part() if c == client_id)
         assert len(moved(mixed, first, client_id)) == len(state["space.basis"])
-    assert len({len(state["space.basis"]) for state in mixed.states.values()}) == 3
+    assert len({len(state["space.basis"]) for state in mixed.models.values()}) == 3
     for record in mixed.records[1:]:
         assert set(record.down.values()) == {size(mixed.loop.server)}
         assert sum(logs["weight"] for logs in record.logs.values()) == pytest.approx(1, abs=1e-9)
@@ -791,10 +789,10 @@ def test_mixed_clients_learn_from_each_other(mixed: Trained, unequal: Federation
         train={"rounds": 4},
         server={"lr": 1e-9},
     )
-    again = {client_id for client_id in mixed.states if [c for _, c in mixed.took_part()].count(client_id) > 1}
+    again = {client_id for client_id in mixed.models if [c for _, c in mixed.took_part()].count(client_id) > 1}
     assert again
     for client_id in again:
-        ours, theirs = under(mixed.states[client_id], "local"), under(alone.states[client_id], "local")
+        ours, theirs = under(mixed.models[client_id], "local"), under(alone.models[client_id], "local")
         assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) > 1e-3
 
 
@@ -807,6 +805,7 @@ def test_mixed_run_goes_on_bit_by_bit(mixed: Trained, unequal: Federation) -> No
         for client_id, state in mixed.loop.states.items():
             assert same(loop.states[client_id], state)
             assert state is None or {"space.basis", "space.values"} <= state.keys()
+        assert all(same(model, mixed.models[client_id]) for client_id, model in models_of(loop).items())
         assert [record.logs for record in seen.records] == [record.logs for record in mixed.records[round + 1 :]]
 
 
@@ -848,7 +847,7 @@ def test_a_named_auxiliary_model(auxiliary: Any, tiny: Federation) -> None:
     run = train(structure({"auxiliary": auxiliary}, FedSCE, "method"), tiny, train={"rounds": 1})
     expected = aux_of(None, tiny, {"name": auxiliary} if isinstance(auxiliary, str) else auxiliary).state_dict()
     assert {n: t.shape for n, t in under(run.loop.server, "aux").items()} == {n: t.shape for n, t in expected.items()}
-    assert all(not same(under(state, "aux"), expected) for state in run.states.values())  # it trains
+    assert all(not same(under(state, "aux"), expected) for state in run.models.values())  # it trains
 
 
 def test_smallest_is_by_parameters_and_the_first_of_equals(tiny: Federation) -> None:

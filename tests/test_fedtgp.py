@@ -17,7 +17,7 @@ from fedprism.methods.fedtgp import FedTGP
 from fedprism.methods.local import Local
 from fedprism.round.client import Job, open_slot
 from fedprism.round.loop import Loop
-from tests.harness import MLP, config_of, loop_for, part, same, train
+from tests.harness import MLP, config_of, loop_for, models_of, part, same, train
 
 pytestmark = pytest.mark.slow
 
@@ -43,8 +43,8 @@ def uploads(classes: int, clients: int = 3, apart: float = 3.0, have: int = 10) 
 @pytest.mark.parametrize("inference", ["prototype", "head"])
 def test_without_a_pull_it_trains_as_local(inference: Any, tiny: Federation) -> None:
     free, alone = train(FedTGP(lam=0.0, inference=inference, **QUICK), tiny), train(Local(), tiny)
-    for client_id, state in free.states.items():
-        assert same(part(state, "net."), alone.states[client_id])
+    for client_id, state in free.models.items():
+        assert same(part(state, "net."), alone.models[client_id])
     assert (free.correct() == alone.correct()) == (inference == "head")
 
 
@@ -52,8 +52,8 @@ def test_only_the_server_differs_from_fedproto(tiny: Federation) -> None:
     """Until the first prototypes arrive the two are one; and what is sent is the same at any time."""
     one, other = train(FedTGP(**QUICK), tiny, train={"rounds": 2}), train(FedProto(lam=1.0), tiny, train={"rounds": 2})
     for place, equal in ((1, True), (2, False)):
-        ours, theirs = one.seen.snapshots[place].clients, other.seen.snapshots[place].clients
-        assert all(same(part(ours[c] or {}, "net."), part(theirs[c] or {}, "net.")) == equal for c in tiny.names)
+        ours, theirs = models_of(one.loop, place), models_of(other.loop, place)
+        assert all(same(part(ours[c], "net."), part(theirs[c], "net.")) == equal for c in tiny.names)
     assert [record.up for record in one.seen.records] == [record.up for record in other.seen.records]
 
 
@@ -212,5 +212,5 @@ def test_a_class_that_nobody_shows_this_round_stays_known(tiny: Federation) -> N
 def test_three_architectures(tiny: Federation) -> None:
     models = {"per_client": ["lenet-bn", "mlp", {"name": "mlp", "hidden": [24]}]}
     run, alone = train(FedTGP(**QUICK), tiny, model=models), train(Local(), tiny, model=models)
-    assert len({len(state) for state in run.states.values()}) == 3
-    assert not any(same(part(state, "net."), alone.states[client_id]) for client_id, state in run.states.items())
+    assert len({len(state) for state in run.models.values()}) == 3
+    assert not any(same(part(state, "net."), alone.models[client_id]) for client_id, state in run.models.items())

@@ -16,7 +16,7 @@ from fedprism.methods.finetune import FineTune
 from fedprism.round.client import Job, client_evaluate
 from fedprism.round.loop import Loop
 from fedprism.schedules import learning_rate
-from tests.harness import Collect, changed, loop_for, same, tuned
+from tests.harness import Collect, changed, loop_for, models_of, same, tuned
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +45,7 @@ def test_it_trains_as_fedavg_however_it_is_tuned(tiny: Federation) -> None:
     for method in (FineTune(epochs=0), FineTune(lr=0.1)):
         loop, seen = trained(method, tiny)
         assert same(loop.server, average.server)
-        assert all(same(state, average.states[client_id]) for client_id, state in loop.states.items())
+        assert all(same(state, models_of(average)[client_id]) for client_id, state in models_of(loop).items())
         for record, other in zip(seen.records, plain.records, strict=True):
             assert record.scores["received"] == other.scores["received"]
             assert (record.scores["adapted"] == record.scores["received"]) == (method.epochs == 0)
@@ -95,4 +95,4 @@ def test_a_stranger_is_tuned_as_everybody_is(tiny: Federation) -> None:
     download = loop.method.send(loop.server, None, loop.context(ROUNDS))
     scores = client_evaluate(job, None, download)
     assert scores["adapted"]["test"].loss < scores["received"]["test"].loss
-    assert scores == client_evaluate(job, loop.states["tinted"], download)
+    assert scores == client_evaluate(job, models_of(loop)["tinted"], download)

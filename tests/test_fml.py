@@ -21,7 +21,7 @@ from fedprism.methods.local import Local
 from fedprism.round.client import Job, client_evaluate, make_info, open_slot
 from fedprism.round.loop import Loop
 from fedprism.round.training import model_inputs
-from tests.harness import Collect, cut, loop_for, same
+from tests.harness import Collect, cut, loop_for, models_of, same
 
 pytestmark = pytest.mark.slow
 
@@ -105,7 +105,7 @@ def test_models_that_start_alike_have_nothing_to_teach_each_other_yet(tiny: Fede
     first, last = seen.records[1].logs, seen.records[2].logs
     for client_id, logs in first.items():
         assert abs(logs["kl/private"]) < 1e-6 < 1e-3 < last[client_id]["kl/private"]
-    state = seen.snapshots[1].clients["tinted"]
+    state = models_of(loop, 1)["tinted"]
     assert same(under(state, "private"), under(state, "meme"))
     other, unlike = trained(FML(meme=Named("cnn4")), tiny)
     assert all(logs["kl/private"] > 1e-3 for logs in unlike.records[1].logs.values())
@@ -121,15 +121,15 @@ def test_by_labels_alone_it_is_local_beside_fedavg(participation: float, tiny: F
     both, seen = trained(FML(alpha=1.0, beta=1.0), tiny, clients=clients)
     (alone, own), (average, common) = trained(Local(), tiny, clients=clients), trained(FedAvg(), tiny, clients=clients)
     assert same(under(both.server, "meme"), average.server)
-    for client_id, state in alone.states.items():
-        assert (state is None) == (both.states[client_id] is None)
-        assert state is None or same(under(both.states[client_id], "private"), state)
+    assert models_of(alone).keys() == models_of(both).keys()
+    for client_id, state in models_of(alone).items():
+        assert same(under(models_of(both)[client_id], "private"), state)
     for record, other, shared in zip(seen.records, own.records, common.records, strict=True):
         assert record.scores["received"] == other.scores["received"]
         assert record.scores["global"] == shared.scores["global"]
     taught, _ = trained(FML(alpha=0.9, beta=1.0), tiny, clients=clients)
     assert same(taught.server, both.server)  # the meme does not notice that somebody learns from it
-    assert not any(same(under(taught.states[c], "private"), s) for c, s in alone.states.items() if s is not None)
+    assert not any(same(under(models_of(taught)[c], "private"), s) for c, s in models_of(alone).items())
 
 
 def test_memes_count_the_same_however_many_images_they_saw(tiny: Federation) -> None:
@@ -146,10 +146,10 @@ def test_three_architectures_at_once(tiny: Federation) -> None:
     method = FML()
     loop, seen = trained(method, tiny, model={"per_client": THREE}, train={"rounds": 2, "batch_size": 10, "epochs": 2})
     smallest = min(loop.info.archs.values(), key=lambda arch: arch.parameters)
-    memes = [under(state, "meme") for state in loop.states.values()]
+    memes = [under(state, "meme") for state in models_of(loop).values()]
     assert {frozenset(meme) for meme in memes} == {frozenset(smallest.model(0).state_dict())}
     assert set(under(loop.server, "meme")) == set(memes[0])
-    assert len({frozenset(under(state, "private")) for state in loop.states.values()}) == 3
+    assert len({frozenset(under(state, "private")) for state in models_of(loop).values()}) == 3
     assert method.facts(loop.info) == {"meme model": smallest.words}
     first, last = seen.records[1].logs, seen.records[-1].logs
     assert all(last[client_id]["loss/train"] < first[client_id]["loss/train"] for client_id in tiny.names)

@@ -92,17 +92,17 @@ def test_ditto_without_a_pull_is_local_beside_fedavg(
     alone = train(Local(), tiny, clients=sections["clients"], data=data)
     average = train(FedAvg(), tiny, clients=sections["clients"], data=data)
     assert same(part(both.server, "common."), average.server)
-    assert both.states.keys() == alone.states.keys()
-    for client_id, state in both.states.items():
-        assert same(part(state, "personal."), alone.states[client_id])
-        assert same(part(state, "common."), average.states[client_id])
+    assert both.models.keys() == alone.models.keys()
+    for client_id, state in both.models.items():
+        assert same(part(state, "personal."), alone.models[client_id])
+        assert same(part(state, "common."), average.models[client_id])
     assert both.correct() == alone.correct()
     assert both.correct("global") == average.correct()
 
 
 def test_ditto_with_a_pull_is_not_local(tiny: Federation) -> None:
     both, alone = train(Ditto(lam=0.1), tiny), train(Local(), tiny)
-    assert not any(same(part(state, "personal."), alone.states[client_id]) for client_id, state in both.states.items())
+    assert not any(same(part(state, "personal."), alone.models[client_id]) for client_id, state in both.models.items())
 
 
 def network(state: State) -> State:
@@ -116,7 +116,7 @@ def test_lg_fedavg_that_never_ends_its_warm_up_is_uniform_fedavg(tiny: Federatio
     for warmup in (3, 10):
         warm = train(LGFedAvg(warmup=warmup), sites)
         assert same({n: t for n, t in warm.server.items() if n != "started"}, uniform.server)
-        assert all(same(network(state), uniform.states[client_id]) for client_id, state in warm.states.items())
+        assert all(same(network(state), uniform.models[client_id]) for client_id, state in warm.models.items())
         assert warm.correct() == uniform.correct()
     assert warm.correct() != train(FedAvg(), sites).correct()
     assert warm.correct() != train(LGFedAvg(warmup=2), sites).correct()
@@ -144,11 +144,11 @@ def test_fedrep_trains_one_part_at_a_time(tiny: Federation) -> None:
     some = train(FedRep(body_epochs=1), tiny, train={"rounds": 1})
     more = train(FedRep(body_epochs=3), tiny, train={"rounds": 1})
     steps = 3  # 40 images in batches of 16
-    for client_id, state in some.states.items():
-        assert same(part(state, "head."), part(more.states[client_id], "head."))
-        assert not same(part(state, "body."), part(more.states[client_id], "body."))
+    for client_id, state in some.models.items():
+        assert same(part(state, "head."), part(more.models[client_id], "head."))
+        assert not same(part(state, "body."), part(more.models[client_id], "body."))
         assert int(state["body.bn1.num_batches_tracked"]) == steps
-        assert int(more.states[client_id]["body.bn1.num_batches_tracked"]) == 3 * steps
+        assert int(more.models[client_id]["body.bn1.num_batches_tracked"]) == 3 * steps
 
 
 def test_scaffold_starts_as_uniform_fedavg_with_plain_sgd(tiny: Federation) -> None:
@@ -181,27 +181,27 @@ def test_fedrod_without_balancing_shares_fedavgs_model(tiny: Federation) -> None
     """The personal head sends no gradient back, so body and generic head are FedAvg's."""
     both, average = train(FedRoD(gamma=0.0), tiny), train(FedAvg(), tiny)
     assert same(part(both.server, "generic."), average.server)
-    for client_id, state in both.states.items():
-        assert same(part(state, "generic."), average.states[client_id])
-    heads = [part(state, "personal.") for state in both.states.values()]
+    for client_id, state in both.models.items():
+        assert same(part(state, "generic."), average.models[client_id])
+    heads = [part(state, "personal.") for state in both.models.values()]
     assert not same(heads[0], heads[1])
 
 
 @pytest.mark.parametrize("inference", ["prototype", "head"])
 def test_fedproto_without_a_pull_trains_as_local(inference: Any, tiny: Federation) -> None:
     free, alone = train(FedProto(lam=0.0, inference=inference), tiny), train(Local(), tiny)
-    for client_id, state in free.states.items():
-        assert same(part(state, "net."), alone.states[client_id])
+    for client_id, state in free.models.items():
+        assert same(part(state, "net."), alone.models[client_id])
     assert (free.correct() == alone.correct()) == (inference == "head")
     pulled = train(FedProto(lam=1.0), tiny)
-    assert not any(same(part(state, "net."), alone.states[client_id]) for client_id, state in pulled.states.items())
+    assert not any(same(part(state, "net."), alone.models[client_id]) for client_id, state in pulled.models.items())
 
 
 @pytest.mark.parametrize("method", [FedAvg(), FedBN(), SiloBN(), FedPer(), LGFedAvg(warmup=1)])
 def test_one_client_is_alone(method: Method, tiny: Federation) -> None:
     one = replace(tiny, clients={"plain": tiny.clients["plain"]})
     together, alone = train(method, one), train(Local(), one)
-    assert same(network(together.states["plain"]), alone.states["plain"])
+    assert same(network(together.models["plain"]), alone.models["plain"])
     assert together.correct() == alone.correct()
 
 
@@ -209,7 +209,7 @@ def test_scaffold_of_one_client_is_alone(tiny: Federation) -> None:
     """Its control variate is the server's, so the correction is zero."""
     one = replace(tiny, clients={"plain": tiny.clients["plain"]})
     alone = train(Local(), one, train={"optimizer": {"momentum": 0.0}})
-    assert same(part(train(Scaffold(), one).states["plain"], "net."), alone.states["plain"])
+    assert same(part(train(Scaffold(), one).models["plain"], "net."), alone.models["plain"])
 
 
 @pytest.mark.parametrize("name", list(METHODS))
@@ -300,7 +300,7 @@ def test_scaffold_by_hand() -> None:
     # Round 2 at w = 1/8: steps along g - c_k + c, whose mean is the mean of the g: the corrections cancel.
     up, down = 2 * torch.sigmoid(torch.tensor(0.25)), -6 * torch.sigmoid(torch.tensor(-0.75))
     torch.testing.assert_close(two.server["net.w"], (0.125 - 0.125 * (up + down) / 2).reshape(1))
-    states = {client_id: state for client_id, state in two.clients.items() if state is not None}
+    states = run.models
     torch.testing.assert_close(states["up"]["net.w"], (0.125 - 0.125 * (up - 1 - 1)).reshape(1))
     torch.testing.assert_close(states["down"]["net.w"], (0.125 - 0.125 * (down + 3 - 1)).reshape(1))
     torch.testing.assert_close(states["up"]["control.w"], up.reshape(1))

@@ -28,7 +28,7 @@ from fedprism.round.engine import Failure, Result
 from fedprism.round.loop import draw_cohort, drop_outs
 from fedprism.round.server import accept
 from fedprism.schedules import learning_rate
-from tests.harness import CPU, Collect, loop_for, same
+from tests.harness import CPU, Collect, loop_for, models_of, same
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,8 @@ def test_broadcast_to_all_reaches_those_who_do_not_train(three: Federation) -> N
     assert set(seen.records[1].up) == set(seen.records[1].cohort)
     idle = next(c for c in three.names if c not in seen.records[2].cohort)
     # The last thing it was sent is the server's state after the first round.
-    assert same(loop.states[idle], seen.snapshots[1].server)
+    assert same(models_of(loop)[idle], seen.snapshots[1].server)
+    assert loop.states[idle] == {}, "it keeps nothing of it"
 
 
 def test_all_train_but_only_the_cohort_is_averaged(three: Federation) -> None:
@@ -118,7 +119,8 @@ def test_all_train_but_only_the_cohort_is_averaged(three: Federation) -> None:
     (alone,) = seen.records[1].cohort
     assert all(state is not None for state in loop.states.values())
     assert set(seen.records[1].up) == {alone}
-    assert same(loop.server, loop.states[alone])
+    assert same(loop.server, models_of(loop)[alone])
+    assert not any(same(loop.server, model) for c, model in models_of(loop).items() if c != alone)
 
 
 # --- what is counted and recorded ------------------------------------------------------------------------------------
@@ -185,7 +187,7 @@ def test_adapted_is_tested_on_a_copy_that_is_thrown_away(three: Federation) -> N
     scores = seen.records[-1].scores
     assert scores["adapted"] != scores["received"]
     assert same(loop.server, plain.server)
-    assert all(same(loop.states[c], plain.states[c]) for c in three.names)
+    assert all(same(models_of(loop)[c], models_of(plain)[c]) for c in three.names)
 
 
 def test_server_learning_rate_goes_half_way(three: Federation) -> None:
@@ -466,9 +468,9 @@ def test_public_images_reach_a_pass_that_asks_for_them() -> None:
     one = config(train={"rounds": 1, "batch_size": 1000})
     loop, seen, _ = run(Public(), one, data)
     # A single batch of everything: the clients' own images play no part, so all end with the same weights.
-    for name, tensor in loop.states["plain"].items():
-        torch.testing.assert_close(loop.states["tinted"][name], tensor, rtol=1e-4, atol=1e-6)
-    assert not same(loop.states["plain"], run(FedAvg(), one, data)[0].states["plain"])
+    for name, tensor in models_of(loop)["plain"].items():
+        torch.testing.assert_close(models_of(loop)["tinted"][name], tensor, rtol=1e-4, atol=1e-6)
+    assert not same(models_of(loop)["plain"], models_of(run(FedAvg(), one, data)[0])["plain"])
     assert set(seen.records[1].logs["plain"]) == {"loss/public"}
     with pytest.raises(ConfigError, match=r"set data\.public"):
         run(Public(), config(), make_federation("digits-skew", clients=3, seed=0, samples=24))

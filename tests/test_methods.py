@@ -45,7 +45,7 @@ from fedprism.methods.states import not_finite
 from fedprism.models import Arch
 from fedprism.round.client import Job, client_round, make_info, open_slot
 from fedprism.round.engine import Result
-from tests.harness import cut, loop_for, same, same_result
+from tests.harness import client_models, cut, loop_for, models_of, same, same_result
 
 METHOD_FILES = Path(fedprism.methods.__file__).parent
 
@@ -495,8 +495,8 @@ def test_a_part_that_was_asked_for_before_it_was_there_is_found(bn: str, travels
     assert loop.run([]) == "finished"
     assert loop.server.keys() == first.keys()
     assert not any(torch.equal(loop.server[name], first[name]) for name in first)
-    for state in loop.states.values():
-        assert state is not None
+    assert len(models_of(loop)) == 3
+    for state in models_of(loop).values():
         assert len([name for name in state if name.startswith("extra.")]) == 7
         assert not torch.equal(state["extra.0.weight"], first["extra.0.weight"])
         assert int(state["extra.1.num_batches_tracked"]) > 0
@@ -577,9 +577,8 @@ def test_a_step_of_its_own_must_say_what_it_trains(client: Client) -> None:
 def test_norm_layers_outside_of_what_a_step_trains_stay_as_they_were(part: str | None, tiny: Federation) -> None:
     method, config = Stepping(part), structure({"model": {"name": "lenet-bn"}, "train": {"rounds": 1}}, Config)
     loop = loop_for(method, config, tiny)
-    result = client_round(Job(method, config, loop.info, tiny.clients["plain"], 0), None, loop.server)
-    assert isinstance(result, Result)
-    moved = {name for name, tensor in result.state.items() if not torch.equal(tensor, loop.server[name])}
+    trained = client_models(Job(method, config, loop.info, tiny.clients["plain"], 0), None, loop.server)[1]
+    moved = {name for name, tensor in trained.items() if not torch.equal(tensor, loop.server[name])}
     model = loop.models[loop.info.arch]
     assert set(leaves.parameters(model)) & set(leaves.part(model, "head")) <= moved
     if part == "head":

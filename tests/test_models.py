@@ -20,7 +20,7 @@ from fedprism.federation import Federation, make_federation
 from fedprism.methods.base import Method, leaves
 from fedprism.models import MODELS, Arch, Family, architectures, initialise, last_linear
 from fedprism.models.adapter import Pool
-from tests.harness import loop_for
+from tests.harness import loop_for, models_of
 
 CLIENTS = ("plain", "tinted", "blurred")
 LAYERS = {"mlp": 3, "lenet-bn": 2, "cnn4": 2, "digit6": 3, "convnet-bn": 3}
@@ -736,7 +736,7 @@ def test_resnets_and_vision_transformers_train_together(method: Method, adapter:
     loop = loop_for(method, structure(raw, Config), three)
     assert {made.width for made in loop.info.archs.values()} == {32}
     assert loop.run([]) == "finished"
-    states = [state for state in loop.states.values() if state is not None]
+    states = list(models_of(loop).values())
     assert len(states) == 3
     shared = [name for name in loop.server if name in states[0] and name != "started"]
     assert shared

@@ -25,7 +25,7 @@ from fedprism.methods import make
 from fedprism.models import MODELS, Arch, architectures, named_arch, outside
 from fedprism.models.adapter import Pool2d
 from fedprism.round.events import Callback, RoundRecord, Snapshot
-from tests.harness import Collect, loop_for, same
+from tests.harness import Collect, loop_for, models_of, same
 
 pytestmark = pytest.mark.full
 
@@ -424,13 +424,14 @@ def test_features_of_another_width(adapter: str) -> None:
 def test_methods_train_it(method: str, tiny: Federation) -> None:
     settings: dict[str, Any] = {"subspaces": "random"} if method == "fedios" else {}
     raw = {"method": {"name": method, **settings}, "model": "handmade:resnet", "train": {"rounds": 1}}
-    config, snapshots = structure(raw, Config), []
+    config, loops = structure(raw, Config), []
     for _ in range(2):
-        seen = Collect()
-        assert loop_for(make(config.method), config, tiny).run([seen]) == "finished"
-        snapshots.append(seen.snapshots[-1])
-    assert same(snapshots[0].server, snapshots[1].server)
-    assert all(same(state, snapshots[1].clients[name]) for name, state in snapshots[0].clients.items())
+        loops.append(loop_for(make(config.method), config, tiny))
+        assert loops[-1].run([]) == "finished"
+    assert same(loops[0].server, loops[1].server)
+    one, two = (models_of(loop) for loop in loops)
+    assert one.keys() == two.keys() == set(tiny.names)
+    assert all(same(model, two[client_id]) for client_id, model in one.items())
 
 
 def test_a_library_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

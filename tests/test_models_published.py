@@ -18,7 +18,7 @@ from fedprism.models import MODELS, Arch, architectures, named_arch
 from fedprism.models.adapter import Pool2d
 from fedprism.models.conv import Biased
 from fedprism.round.events import RoundRecord
-from tests.harness import Collect, by_method, loop_for, same
+from tests.harness import Collect, by_method, loop_for, models_of, same
 
 pytestmark = pytest.mark.full
 
@@ -260,10 +260,12 @@ def accuracy(record: RoundRecord) -> float:
 
 @pytest.mark.parametrize("method", by_method())
 def test_every_method_learns_texts_and_leaves_padding_zero(method: str, texts: Federation) -> None:
-    seen = run(settings(method), texts)
+    config, seen = settings(method), Collect()
+    loop = loop_for(make(config.method), config, texts)
+    assert loop.run([seen]) == "finished"
     assert accuracy(seen.records[-1]) > 0.5  # by chance 0.25
-    for state in (seen.snapshots[-1].server, *seen.snapshots[-1].clients.values()):
-        assert state is not None
+    assert len(models_of(loop)) == len(texts.names)
+    for state in (loop.server, *models_of(loop).values()):
         for name, leaf in state.items():
             if name.endswith("embedding.weight") and method != "fedsce":  # its subspace pulls at all weights
                 assert leaf[0].eq(0).all(), name

@@ -20,10 +20,9 @@ from fedprism.federation import Federation
 from fedprism.methods.base import Client, load
 from fedprism.methods.fedavg import FedAvg
 from fedprism.methods.moon import MOON, contrast
-from fedprism.round.client import Job, client_round, make_info, open_slot
-from fedprism.round.engine import Result
+from fedprism.round.client import Job, make_info, open_slot
 from fedprism.round.training import model_inputs
-from tests.harness import Trained, config_of, part, same, train
+from tests.harness import Trained, client_models, config_of, part, same, train
 
 pytestmark = pytest.mark.slow
 
@@ -90,8 +89,8 @@ def test_the_term_is_finite_without_features_and_in_low_precision(tau: float) ->
 def test_without_the_term_it_is_fedavg(clients: dict[str, Any], tiny: Federation) -> None:
     free, average, drawn = (train(method, tiny, clients=clients) for method in (MOON(mu=0.0), FedAvg(), MOON()))
     assert same(part(free.server, "net."), average.server)
-    for client_id, state in free.states.items():
-        assert same(part(state, "net."), average.states[client_id])
+    for client_id, state in free.models.items():
+        assert same(part(state, "net."), average.models[client_id])
     assert free.correct() == average.correct()
     assert not same(part(drawn.server, "net."), average.server)
 
@@ -113,7 +112,7 @@ def test_every_layer_of_the_body_feels_the_term(tiny: Federation) -> None:
     for mu in (0.0, 1.0):
         job = Job(MOON(mu=mu), config_of(), run.loop.info, data, 2)
         client = open_slot(job)
-        load(client.model, run.states["plain"])
+        load(client.model, run.models["plain"])
         client.freeze("received", client.model.net.body, part(run.server, "net.body."))
         client.model.previous.eval()
         job.method.loss(client, model_inputs(data.train.x[:12], job.config), data.train.y[:12]).backward()
@@ -133,7 +132,7 @@ def test_the_previous_model_is_the_clients_own_last_one(tiny: Federation) -> Non
     run = train(MOON(), tiny, clients=FEW)
     trained = {client_id for record in run.seen.records for client_id in record.cohort}
     for client_id in trained:
-        state = run.states[client_id]
+        state = run.models[client_id]
         assert bool(state["own.trained"])
         assert same(part(state, "previous."), part(state, "net.body."))
         assert not same(part(state, "previous."), part(run.server, "net.body."))
@@ -157,11 +156,9 @@ def test_before_its_first_training_a_client_has_the_received_model_for_a_previou
 def test_a_newcomer_trains_as_with_fedavg(tiny: Federation) -> None:
     run = train(MOON(mu=10.0), tiny)
     job = Job(MOON(mu=10.0), config_of(), run.loop.info, tiny.clients["plain"], 2)
-    new = client_round(job, None, run.server)
-    plain = client_round(Job(FedAvg(), job.config, job.info, job.data, 2), None, part(run.server, "net."))
-    assert isinstance(new, Result)
-    assert isinstance(plain, Result)
-    far = max(float((new.state[f"net.{n}"] - t).abs().max()) for n, t in plain.state.items() if t.is_floating_point())
+    new = client_models(job, None, run.server)[1]
+    plain = client_models(Job(FedAvg(), job.config, job.info, job.data, 2), None, part(run.server, "net."))[1]
+    far = max(float((new[f"net.{n}"] - t).abs().max()) for n, t in plain.items() if t.is_floating_point())
     assert far < 1e-4
 
 
@@ -183,7 +180,7 @@ def test_frozen_models_run_in_eval_mode(tiny: Federation) -> None:
     assert set(MODES) == {(True, False, False)}
     counter = "body.bn1.num_batches_tracked"
     average = train(FedAvg(), tiny)
-    assert all(state[f"net.{counter}"] == average.states[client_id][counter] for client_id, state in run.states.items())
+    assert all(state[f"net.{counter}"] == average.models[client_id][counter] for client_id, state in run.models.items())
 
 
 # --- the projection --------------------------------------------------------------------------------------------------
@@ -217,7 +214,7 @@ def test_the_projection_travels_and_learns(tiny: Federation) -> None:
 
 def assert_projected(run: Trained, width: int) -> None:
     """The previous body has the projection too, and the head takes its width."""
-    for state in run.states.values():
+    for state in run.models.values():
         assert state["previous.projection.2.weight"].shape[0] == width
         assert state["net.head.fc2.weight"].shape == (10, width)
 

@@ -23,7 +23,7 @@ from fedprism.methods.fedprox import FedProx
 from fedprism.methods.fedrep import FedRep
 from fedprism.methods.local import Local
 from fedprism.round.noise import BLOCK, Noise
-from tests.harness import BESIDE, loop_for, same
+from tests.harness import BESIDE, loop_for, models_of, same
 
 STEPS = 2 * BLOCK + 3
 SHAPES = [(), (1,), (6,), (2, 3), (3, 2), (23,)]
@@ -195,7 +195,7 @@ def test_images_change_alike_for_a_method_and_what_it_becomes_at_its_edge(
     def states(of: Method, data: dict[str, Any]) -> list[State]:
         loop = loop_for(of, config_of(data=data, **sections), tiny)
         assert loop.run([]) == "finished"
-        return [state for state in loop.states.values() if state is not None]
+        return list(models_of(loop).values())
 
     def part(state: State) -> State:
         return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}

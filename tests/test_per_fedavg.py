@@ -174,7 +174,7 @@ def test_the_smallest_clients_train(settings: dict[str, Any], last: str, tiny: F
     """Two, three and five images, in a network with batch norm."""
     run = train(PerFedAvg(**settings), cut_clients(tiny, (2, 3, 5)), train={"rounds": 1, "last_batch": last})
     first = run.loop.info.arch.model(0).state_dict()
-    for state in run.states.values():
+    for state in run.models.values():
         assert float((state["head.fc2.weight"] - first["head.fc2.weight"]).abs().max()) > 1e-3
 
 
@@ -189,7 +189,7 @@ def test_a_rest_that_is_too_small_joins_the_batch_before(tiny: Federation) -> No
     sites = cut_clients(tiny, (21, 23, 24))
     run = train(PerFedAvg(), sites, train={"rounds": 1, "batch_size": 10})
     (counter, *_) = (n for n in run.server if n.endswith("num_batches_tracked"))
-    assert [int(run.states[client_id][counter]) for client_id in sites.names] == [2, 2, 4]
+    assert [int(run.models[client_id][counter]) for client_id in sites.names] == [2, 2, 4]
 
 
 # --- the step before a test ------------------------------------------------------------------------------------------

@@ -13,10 +13,9 @@ from fedprism.federation import Federation
 from fedprism.methods.base import State
 from fedprism.methods.pfedme import PFedMe
 from fedprism.methods.states import average
-from fedprism.round.client import Job, client_adapt, client_evaluate, client_receive, client_round, make_info, open_slot
-from fedprism.round.engine import Result
+from fedprism.round.client import Job, client_evaluate, client_model, make_info, open_slot
 from fedprism.round.training import model_inputs
-from tests.harness import MLP, config_of, cut, loop_for, part, same, train
+from tests.harness import MLP, client_models, config_of, cut, loop_for, part, same, train
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +35,7 @@ def test_without_a_pull_the_global_parameters_stay(tiny: Federation) -> None:
     first = free.seen.snapshots[0].server
     assert far(free.server, first) <= 1e-6
     assert far(pulled.server, first) > 1e-2
-    for state in free.states.values():  # each theta trains all the same
+    for state in free.models.values():  # each theta trains all the same
         assert far(part(state, "personal."), part(first, "common.")) > 1e-2
 
 
@@ -49,7 +48,7 @@ def test_without_a_pull_theta_makes_plain_steps_on_its_batch(tiny: Federation) -
         sgd.zero_grad()
         cross_entropy(net(model_inputs(data.x, run.loop.config)), data.y).backward()  # type: ignore[no-untyped-call]
         sgd.step()
-    assert far(part(run.states["plain"], "personal."), net.state_dict()) < 1e-5
+    assert far(part(run.models["plain"], "personal."), net.state_dict()) < 1e-5
 
 
 @pytest.mark.parametrize(("lr", "lam"), [(0.05, 15.0), (0.02, 5.0)])
@@ -57,7 +56,7 @@ def test_the_common_model_goes_a_share_of_the_way(lr: float, lam: float, tiny: F
     """After one batch w_k = w + lr lam (theta - w)."""
     run = train(PFedMe(lam=lam), tiny, train={**ONE_STEP, "optimizer": {"lr": lr}})
     first = run.loop.info.arch.model(0).state_dict()
-    for state in run.states.values():
+    for state in run.models.values():
         theta, own = part(state, "personal."), part(state, "common.")
         expected = {n: first[n] + lr * lam * (theta[n] - first[n]) for n in parameters(first)}
         assert far(expected, own) < 1e-6
@@ -90,9 +89,7 @@ def test_a_round_of_theta_begins_at_the_received_model(tiny: Federation) -> None
     job = Job(method, config, loop.info, data, 0)
     far_away = {n: t + 1.0 if t.is_floating_point() else t for n, t in open_slot(job).model.state_dict().items()}
     far_away["own.trained"] = torch.tensor(True)
-    result = client_round(job, far_away, loop.server)
-    assert isinstance(result, Result)
-    theta = part(result.state, "personal.")
+    theta = part(client_models(job, far_away, loop.server)[1], "personal.")
     assert far(theta, part(loop.server, "common.")) < 1e-6
     statistic = next(n for n in theta if n.endswith("running_mean"))
     assert float(theta[statistic].mean()) > 0.5  # 0.9 of the 1.0 that it had, and 0.1 of the batch's
@@ -124,7 +121,7 @@ def test_who_has_not_trained_is_tested_with_the_newest_common_model(broadcast: s
     late = next(client_id for client_id in tiny.names if client_id not in cohorts[0] + cohorts[1])
     for round in range(len(cohorts)):
         before, job = run.seen.snapshots[round], Job(loop.method, loop.config, loop.info, tiny.clients[late], round)
-        state = client_receive(job, before.clients[late], before.server)
+        state = client_model(job, before.clients[late], before.server)
         own = any(late in earlier for earlier in cohorts[:round])
         assert same(part(state, "personal."), part(state, "common.")) != own
         assert same(part(state, "common."), part(before.server, "common."))
@@ -137,7 +134,7 @@ def test_a_newcomer_adapts_at_the_full_rates(tiny: Federation) -> None:
         config = config_of(model=MLP, train={"schedule": schedule})
         loop = loop_for(method, config, tiny)
         job = Job(method, config, loop.info, tiny.clients["plain"], 3)
-        adapted.append(client_adapt(job, None, loop.server))
+        adapted.append(client_model(job, None, loop.server, adapted=True))
     assert same(*adapted)
     assert far(part(adapted[0], "common."), part(loop.server, "common.")) > 1e-3
 
@@ -146,9 +143,9 @@ def test_statistics_that_travel_are_thetas(tiny: Federation) -> None:
     run = train(PFedMe(), tiny)
     names = [n for n in run.server if n.endswith("running_mean")]
     assert names
-    for state in run.states.values():
+    for state in run.models.values():
         assert all(torch.equal(state[n], state[n.replace("common.", "personal.")]) for n in names)
-    thetas = [{n: state[n.replace("common.", "personal.")] for n in names} for state in run.states.values()]
+    thetas = [{n: state[n.replace("common.", "personal.")] for n in names} for state in run.models.values()]
     assert same(average(thetas, [1 / 3] * 3), {n: run.server[n] for n in names})
 
 
@@ -156,8 +153,8 @@ def test_all_train_and_few_are_averaged_plainly(tiny: Federation) -> None:
     run = train(PFedMe(), cut(tiny, (40, 25, 10)), train={"rounds": 1}, clients={"participation": 0.67})
     cohort = run.seen.records[1].cohort
     assert len(cohort) == 2
-    assert set(run.states) == set(tiny.names)
-    uploads = [{n: run.states[client_id][n] for n in run.server} for client_id in cohort]
+    assert set(run.models) == set(tiny.names)
+    uploads = [{n: run.models[client_id][n] for n in run.server} for client_id in cohort]
     assert same(average(uploads, [0.5, 0.5]), run.server)
 
 
@@ -185,9 +182,8 @@ def test_a_schedule_slows_both_models(tiny: Federation) -> None:
     loop = loop_for(method, config, tiny)
     moved = []
     for round in (0, 1):
-        result = client_round(Job(method, config, loop.info, data, round), None, loop.server)
-        assert isinstance(result, Result)
-        moved.append([part(result.state, "personal."), part(result.state, "common.")])
+        model = client_models(Job(method, config, loop.info, data, round), None, loop.server)[1]
+        moved.append([part(model, "personal."), part(model, "common.")])
     name, first = "head.fc3.bias", part(loop.server, "common.")["head.fc3.bias"]
     (theta, own), (slow, little) = ([each[name] - first for each in pair] for pair in moved)
     torch.testing.assert_close(slow, theta / 2, rtol=1e-3, atol=1e-7)

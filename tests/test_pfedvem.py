@@ -16,11 +16,11 @@ from fedprism.federation import Federation
 from fedprism.methods.base import Client, State, Upload, no_draw
 from fedprism.methods.fedrep import FedRep
 from fedprism.methods.pfedvem import PFedVEM, flat, normal
-from fedprism.round.client import Job, client_receive, make_context, make_info, open_slot
+from fedprism.round.client import Job, client_model, make_context, make_info, open_slot
 from fedprism.round.loop import Loop
 from fedprism.round.noise import keyed_draw
 from fedprism.round.training import model_inputs
-from tests.harness import BESIDE, Collect, loop_for, same
+from tests.harness import BESIDE, Collect, loop_for, models_of, same
 
 pytestmark = pytest.mark.slow
 
@@ -84,13 +84,13 @@ def test_without_spread_and_prior_it_is_fedrep_of_full_batches(participation: fl
     sections["clients"] = {"participation": participation, "train": "all"}
     ours, seen = trained(Point(samples=1, kl=0.0), tiny, **sections)
     theirs, expected = trained(FedRep(head_epochs=10), tiny, **sections)
-    for client_id, state in theirs.states.items():
-        assert same(part(ours.states[client_id], "body."), part(state, "body."))
-        assert same(part(ours.states[client_id], "head."), part(state, "head."))
+    for client_id, state in models_of(theirs).items():
+        assert same(part(models_of(ours)[client_id], "body."), part(state, "body."))
+        assert same(part(models_of(ours)[client_id], "head."), part(state, "head."))
     for ours_of, theirs_of in zip(seen.records, expected.records, strict=True):
         assert ours_of.scores["received"] == theirs_of.scores["received"]
     spread, _ = trained(PFedVEM(samples=1, kl=0.0), tiny, **sections)
-    assert not same(part(spread.states["plain"], "head."), part(theirs.states["plain"], "head."))
+    assert not same(part(models_of(spread)["plain"], "head."), part(models_of(theirs)["plain"], "head."))
 
 
 def test_the_prior_holds_a_sure_head_at_the_common_one(tiny: Federation) -> None:
@@ -98,7 +98,7 @@ def test_the_prior_holds_a_sure_head_at_the_common_one(tiny: Federation) -> None
 
     def apart(method: PFedVEM) -> float:
         loop, _ = trained(method, tiny, train={"rounds": 1})
-        return float(torch.stack([head_of(state) for state in loop.states.values()]).var(0).sum().sqrt())
+        return float(torch.stack([head_of(state) for state in models_of(loop).values()]).var(0).sum().sqrt())
 
     assert 0 < apart(PFedVEM(sigma=0.04)) < 0.5 * apart(PFedVEM(sigma=0.04, kl=0.0))
 
@@ -199,11 +199,11 @@ def test_normal_noise(tiny: Federation) -> None:
 
 def test_confidence_is_of_the_head_before_it_is_fitted(unequal: Federation) -> None:
     """In the first round all heads are the common one, so all are as sure; in the second they are not."""
-    _, seen = trained(PFedVEM(sigma=0.3), unequal)
+    loop, seen = trained(PFedVEM(sigma=0.3), unequal)
     first, second = ([logs["rho"] for logs in record.logs.values()] for record in seen.records[1:])
     assert first == pytest.approx([0.3] * 3, rel=1e-5)
     assert len({round(rho, 6) for rho in second}) == 3
-    heads = torch.stack([head_of(state) for state in seen.snapshots[1].clients.values()])
+    heads = torch.stack([head_of(state) for state in models_of(loop, 1).values()])
     torch.testing.assert_close(seen.snapshots[1].server["common"], heads.mean(0))
 
 
@@ -216,7 +216,7 @@ def test_confidence_differs_with_the_defaults(unequal: Federation) -> None:
     assert max(rho, key=lambda client_id: rho[client_id]) == "textured"
     assert (max(rho.values()) / min(rho.values())) ** 2 - 1 > 0.03
     model = open_slot(job_of(method, unequal)).model
-    model.load_state_dict(loop.states["plain"] or {}, strict=False)
+    model.load_state_dict(models_of(loop)["plain"], strict=False)
     assert float(method.deviation(model).detach().min()) < 0.95 * method.sigma
 
 
@@ -251,17 +251,17 @@ def test_all_train_and_participants_are_averaged(tiny: Federation) -> None:
         torch.testing.assert_close(after.server["common"], head_of(after.clients[client_id]))
         for each in tiny.names:
             assert not same(part(before.clients[each], "head."), part(after.clients[each], "head."))
-    assert set(loop.server) == {*part(loop.states["plain"], "body."), "common"}
+    assert set(loop.server) == {*part(models_of(loop)["plain"], "body."), "common"}
 
 
 def test_the_body_is_trained_after_the_head_and_does_not_move_it(tiny: Federation) -> None:
     some, _ = trained(PFedVEM(), tiny, train={"rounds": 1})
     more, _ = trained(PFedVEM(), tiny, train={"rounds": 1, "epochs": 3})
-    for client_id, state in some.states.items():
+    for client_id, state in models_of(some).items():
         for kept in ("head.", "spread", "rho2"):
-            assert same(part(state, kept), part(more.states[client_id], kept))
-        assert not same(part(state, "body."), part(more.states[client_id], "body."))
-        assert int((state or {})["body.bn1.num_batches_tracked"]) == 3  # 40 images by 16: not in the steps on the head
+            assert same(part(state, kept), part(models_of(more)[client_id], kept))
+        assert not same(part(state, "body."), part(models_of(more)[client_id], "body."))
+        assert int(state["body.bn1.num_batches_tracked"]) == 3  # 40 images by 16: not in the steps on the head
 
 
 def test_norm_layers_in_the_head_are_shared_and_not_drawn(tiny: Federation) -> None:
@@ -286,7 +286,7 @@ def test_who_has_not_trained_has_the_common_head(tiny: Federation) -> None:
         job = Job(method, loop.config, loop.info, tiny.clients[client_id], 3)
         download = method.send(loop.server, None, ctx)
         for state in (None, loop.states[client_id]):
-            after = client_receive(job, state, download)
+            after = client_model(job, state, download)
             own = state is not None and client_id in there
             assert torch.equal(head_of(after), loop.server["common"]) is not own
             assert (float(after["rho2"]) > 0) is own

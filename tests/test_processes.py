@@ -48,7 +48,7 @@ from fedprism.round.client import make_info
 from fedprism.round.events import Callback
 from fedprism.round.loop import Loop
 from fedprism.store.serialize import size
-from tests.harness import CPU, Collect, by_method, cut, loop_for, same
+from tests.harness import CPU, Collect, by_method, cut, left_by, loop_for, remembering, same
 
 pytestmark = [pytest.mark.skipif(os.name != "posix", reason="worker processes need Linux or macOS"), pytest.mark.full]
 
@@ -98,17 +98,19 @@ def run(
     method: Method, config: Config, federation: Federation, engine: Processes | None = None
 ) -> tuple[Loop, Collect]:
     loop, seen = loop_for(method, config, federation, engine), Collect()
+    remembering(loop.engine)
     with numerics(config.run, CPU):
         assert loop.run([seen]) == "finished"
     return loop, seen
 
 
 def assert_same(one: tuple[Loop, Collect], other: tuple[Loop, Collect]) -> None:
-    """The same records, timings aside, and the same states, in the same memory format."""
+    """The same records, timings aside, and the same states and uploads, in the same memory format."""
     records = [[replace(record, seconds={}) for record in seen.records] for _, seen in (one, other)]
     assert records[0] == records[1]
     pairs = [(one[0].server, other[0].server)]
-    pairs += [(one[0].states[client_id], other[0].states[client_id]) for client_id in one[0].info.clients]
+    left = [left_by(loop) for loop, _ in (one, other)]
+    pairs += [(left[0].get(client_id), left[1].get(client_id)) for client_id in one[0].info.clients]
     for a, b in pairs:
         assert same(a, b)
         assert a is None or [t.stride() for t in a.values()] == [t.stride() for t in (b or {}).values()]

@@ -33,6 +33,7 @@ from tests.harness import (
     cut,
     killed,
     loop_for,
+    models_of,
     module_of,
     reference,
     same,
@@ -183,10 +184,10 @@ def test_no_momentum_is_none_bit_by_bit(method: str, unequal: Federation) -> Non
     none, without = config_of({}), config_of({"optimizer": "momentum", "momentum": 0.0})
     (plain, expected), (loop, seen) = (ran(METHODS[method](), each, unequal) for each in (none, without))
     assert bits(loop.server) == bits(plain.server)
-    for client_id in loop.info.clients:
-        state, other = loop.states[client_id], plain.states[client_id]
-        assert (state is None) == (other is None)
-        assert state is None or other is None or bits(state) == bits(other)
+    models, others = models_of(loop), models_of(plain)
+    assert models.keys() == others.keys()
+    assert all(bits(model) == bits(others[client_id]) for client_id, model in models.items())
+    assert all(same(state, plain.states[client_id]) for client_id, state in loop.states.items())
     assert seen.records[-1].scores == expected.records[-1].scores
     assert plain.optimizer_state == {}, "without an optimiser nothing is kept"
     assert expected.snapshots[-1].server.keys() == plain.server.keys()
@@ -307,6 +308,7 @@ def test_every_method_that_averages_weights_steps_and_resumes(optimizer: str, na
     assert resumed.run([again := Collect()], seen.snapshots[1]) == "finished"
     assert bits(again.snapshots[-1].server) == bits(seen.snapshots[-1].server)
     assert all(same(state, straight.states[client_id]) for client_id, state in resumed.states.items())
+    assert all(same(model, models_of(straight)[client_id]) for client_id, model in models_of(resumed).items())
     assert again.records[-1].scores == seen.records[-1].scores
     stepped = {n.removeprefix("m/") for n, m in straight.optimizer_state.items() if n.startswith("m/") and m.any()}
     assert stepped, "there was something to move"

@@ -67,7 +67,7 @@ def _declared(run: Trained, client_id: str, round: int) -> typing.Mapping[str, s
     return loop.method.uploads(model, make_context(loop.method, loop.config, loop.info, model, round, client_id))
 
 
-@promise("it trains: nobody fails, and every number is finite", needs=("says", "declared"))
+@promise("it trains: nobody fails, and every number is finite", needs=("says", "declared", "stored"))
 def runs(case: Case) -> None:
     sound(case.straight)
 
@@ -93,7 +93,7 @@ def details(case: Case) -> None:
     run = case.straight
     method, client_id = run.loop.method, run.loop.info.clients[0]
     model = run.first_model(client_id)
-    load(model, run.state(client_id))
+    load(model, run.received(client_id))
     model.eval()
     data = run.loop.federation.clients[client_id]
     x, draw = model_inputs(data.test.x, run.loop.config), keyed_draw(None, "test")

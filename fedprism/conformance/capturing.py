@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,6 +18,7 @@ from fedprism.conformance.verdicts import CPU, Broken, Note, promise
 from fedprism.engines.cuda.engine import CudaGraphs
 from fedprism.engines.cuda.guard import CaptureGuard, NotCapturable
 from fedprism.methods.base import Client, Context, Pass
+from fedprism.round.engine import Failure, Request, Result
 
 ROUNDS = 2  # that are captured
 WATCHED = 3
@@ -35,7 +36,7 @@ def capture(case: Case) -> None:
         where = f" ({shown(frames[-1].filename)}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""
         raise Note(f"runs step by step on a GPU: {why}{where}.") from None
     with _quiet():
-        run = case.run(case.config(run={"slots": 2}), CudaGraphs, until=ROUNDS)
+        run = case.run(case.config(run={"slots": 2}), Answering, until=ROUNDS)
     differs = first_difference(run, case.straight)
     if differs is not None:
         raise Broken(
@@ -47,6 +48,19 @@ def capture(case: Case) -> None:
     if isinstance(run.engine, CudaGraphs) and run.engine.reasons:
         name, reason = next(iter(run.engine.reasons.items()))
         raise Note(f"pass {name!r} runs step by step on a GPU: {reason}.")
+
+
+class Answering(CudaGraphs):
+    """The engine for GPUs, which remembers what clients answered, per round."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.answers: dict[int, dict[str, Result | Failure]] = {}
+
+    def train(self, round: int, requests: Mapping[str, Request]) -> Iterator[tuple[str, Result | Failure]]:
+        for client_id, answer in super().train(round, requests):
+            self.answers.setdefault(round, {})[client_id] = answer
+            yield client_id, answer
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -16,14 +16,16 @@ import torch
 from torch import nn
 
 from fedprism.config import MOMENTS, Config, structure
-from fedprism.conformance.compare import apart, copied
+from fedprism.conformance.compare import apart, copied, same
 from fedprism.conformance.spies import Spy
 from fedprism.conformance.verdicts import CPU, Broken, Verdict
 from fedprism.engines.numerics import numerics
 from fedprism.federation import Federation, Split, make_federation
-from fedprism.methods.base import Client, Context, Info, Method, Pass, State
+from fedprism.methods import leaves
+from fedprism.methods.base import Client, Context, Info, Method, Net, Pass, State
+from fedprism.methods.server_optimizer import method_part
 from fedprism.methods.states import not_finite
-from fedprism.round.client import Job, make_info
+from fedprism.round.client import Job, client_model, make_info
 from fedprism.round.engine import Engine, Failure, Request, Result
 from fedprism.round.events import Callback, RoundRecord, Snapshot, Status
 from fedprism.round.loop import Loop, make_loop
@@ -61,6 +63,7 @@ class Trained:
     status: Status  # `interrupted` where it was stopped on purpose
     requests: Mapping[int, Mapping[str, Request]]  # round, counted from 0 -> client
     answers: Mapping[int, Mapping[str, Result | Failure]]
+    models: Mapping[int, Mapping[str, State]]  # all leaves of who has trained in a round, or received without training
     generators_changed: tuple[str, ...]  # the global generators that it left in another state
 
     @property
@@ -75,11 +78,33 @@ class Trained:
         return answer
 
     def state(self, client_id: str) -> State:
-        """A client's state at the end."""
+        """What a client has stored at the end."""
         state = self.last.clients[client_id]
         if state is None:
             raise Broken(f"client {client_id} has never trained in {max(self.snapshots)} rounds.")
         return state
+
+    def model(self, client_id: str, round: int | None = None) -> State:
+        """All leaves of a client's model as it has trained it in a round, counted from 0; left out: the last time."""
+        for each in sorted(self.models, reverse=True) if round is None else (round,):
+            if client_id in self.models.get(each, {}):
+                return self.models[each][client_id]
+        when = f"in {max(self.snapshots)} rounds" if round is None else f"in round {round + 1}"
+        raise Broken(f"client {client_id} has never trained {when}.")
+
+    def received(self, client_id: str, after: int | None = None) -> State:
+        """All leaves of a client's model as it receives them after a round; left out: the last one."""
+        method, snapshot = self.loop.method, self.last if after is None else self.snapshots[after]
+        ctx = self.loop.context(snapshot.round).replace(client_id=client_id)
+        down = method.encode(method.send(method_part(snapshot.server), client_id, ctx), ctx)
+        return client_model(self.job(client_id, snapshot.round), snapshot.clients[client_id], down)
+
+    def changed(self, round: int) -> set[str]:
+        """The clients that have another model after a round, counted from 1, than they received in it, or have stored
+        something else."""
+        before, after, models = self.snapshots[round - 1], self.snapshots[round], self.models.get(round - 1, {})
+        trained = {c for c, model in models.items() if not same(model, self.received(c, round - 1))}
+        return trained | {c for c in self.loop.info.clients if not same(after.clients[c], before.clients[c])}
 
     def first_model(self, client_id: str) -> nn.Module:
         """The client's model before it has ever trained."""
@@ -88,8 +113,8 @@ class Trained:
 
     def moved(self, client_id: str) -> float:
         """How far a parameter of the client is from its first value, at most."""
-        state = self.state(client_id)
-        return max(apart(state[name], p) for name, p in self.first_model(client_id).named_parameters())
+        model = self.model(client_id)
+        return max(apart(model[name], p) for name, p in self.first_model(client_id).named_parameters())
 
     def job(self, client_id: str, round: int, **changes: Any) -> Job:
         """What a client works with in a round of this run."""
@@ -141,8 +166,8 @@ class Case:
             warnings.filterwarnings("ignore", message="in round .* every client failed", category=UserWarning)
             status = loop.run([seen], start)
         changed = tuple(name for name, state in _generators().items() if state != before[name])
-        requests, answers = (made.requests, made.answers) if isinstance(made, Spy) else ({}, {})
-        return Trained(loop, made, seen.records, seen.snapshots, status, requests, answers, changed)
+        requests, answers, models = (getattr(made, name, {}) for name in ("requests", "answers", "models"))
+        return Trained(loop, made, seen.records, seen.snapshots, status, requests, answers, models, changed)
 
     @property
     def straight(self) -> Trained:
@@ -174,8 +199,25 @@ def with_passes(method: Method, change: Callable[[Pass], Pass]) -> Method:
         def passes(self, client: Client, ctx: Context) -> list[Pass]:
             return [change(each) for each in super().passes(client, ctx)]
 
+    return _of_class(method, Changed)
+
+
+def storing_everything(method: Method) -> Method:
+    """The same method, whose clients keep all leaves of their models between rounds."""
+    kind: Any = type(method)
+
+    class StoresAll(kind):  # type: ignore[misc]
+        id = method.id
+
+        def stored(self, model: Net, ctx: Context) -> Collection[str]:
+            return leaves.everything(model)
+
+    return _of_class(method, StoresAll)
+
+
+def _of_class(method: Method, kind: type[Method]) -> Method:
     changed = copy.copy(method)
-    object.__setattr__(changed, "__class__", Changed)
+    object.__setattr__(changed, "__class__", kind)
     return changed
 
 
@@ -189,6 +231,11 @@ def sound(run: Trained) -> None:
             bad = None if state is None else not_finite(state)
             if bad is not None:
                 raise Broken(f"after round {round}, {bad} of {owner} is not finite.")
+    for round, models in run.models.items():
+        for client_id, model in models.items():
+            bad = not_finite(model)
+            if bad is not None:
+                raise Broken(f"in round {round + 1}, {bad} of the model of client {client_id} is not finite.")
 
 
 def trained(case: Case, run: Trained) -> None:

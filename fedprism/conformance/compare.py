@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fedprism.methods.base import State
-from fedprism.round.events import RoundRecord, Score, Snapshot
+from fedprism.round.engine import Result
+from fedprism.round.events import RoundRecord, Score
 
 if TYPE_CHECKING:
     from fedprism.conformance.case import Trained
@@ -32,7 +33,7 @@ def difference(found: State | None, expected: State | None) -> str | None:
         odd = sorted(found.keys() ^ expected.keys())
         how = "missing" if odd[0] in expected else "unknown"
         return f"{odd[0]} is {how} ({_of(len(odd), 'such leaf', 'such leaves')})"
-    other = [leaf for leaf, tensor in found.items() if not torch.equal(tensor, expected[leaf])]
+    other = [leaf for leaf, tensor in found.items() if not _equal(tensor, expected[leaf])]
     if not other:
         return None
     a, b = found[other[0]], expected[other[0]]
@@ -45,8 +46,19 @@ def difference(found: State | None, expected: State | None) -> str | None:
     return f"{other[0]} {how} ({len(other)} of {_of(len(found), 'leaf', 'leaves')} differ)"
 
 
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Bit by bit; what is not a number in the same places is the same."""
+    if torch.equal(a, b):
+        return True
+    alike = (a.shape, a.dtype) == (b.shape, b.dtype) and a.is_floating_point()
+    return alike and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(0.0), b.nan_to_num(0.0))
+
+
 def first_difference(found: Trained, expected: Trained, states_only: bool = False) -> str | None:
-    """Where a run first departs from another one, over the rounds that it has; None: nowhere."""
+    """Where a run first departs from another one, over the rounds that it has; None: nowhere.
+
+    Compared are states, clients' models and uploads, as far as the engines of both runs remember them, and records.
+    """
     of_round = {record.round: record for record in expected.records}
     if not found.records:
         return "in that no round was run"
@@ -58,7 +70,7 @@ def first_difference(found: Trained, expected: Trained, states_only: bool = Fals
         failed = _failures(record, of_round[round])
         if failed is not None:
             return f"{where}: {failed}"
-        differs = _states(found.snapshots[round], expected.snapshots[round])
+        differs = _states(found, expected, round)
         differs = differs or (None if states_only else _records(record, of_round[round]))
         if differs is not None:
             return f"{where}: {differs}"
@@ -97,13 +109,29 @@ def _failures(found: RoundRecord, expected: RoundRecord) -> str | None:
     return f"client {missing[0]} did not fail" if missing else None
 
 
-def _states(found: Snapshot, expected: Snapshot) -> str | None:
-    for client_id, state in found.clients.items():
-        differs = difference(state, expected.clients[client_id])
+def _states(found: Trained, expected: Trained, round: int) -> str | None:
+    a, b = found.snapshots[round], expected.snapshots[round]
+    return (
+        _of_clients(a.clients, b.clients)
+        or _of_clients(found.models.get(round - 1, {}), expected.models.get(round - 1, {}))
+        or _of_clients({"": a.server}, {"": b.server}, "the server")
+        or _of_clients(_uploads(found, round - 1), _uploads(expected, round - 1), "the upload of client ")
+    )
+
+
+def _of_clients(
+    found: Mapping[str, State | None], expected: Mapping[str, State | None], whose: str = "client "
+) -> str | None:
+    """The first difference, over the clients that are in both."""
+    for client_id, state in found.items():
+        differs = difference(state, expected[client_id]) if client_id in expected else None
         if differs is not None:
-            return f"client {client_id}: {differs}"
-    differs = difference(found.server, expected.server)
-    return None if differs is None else f"the server: {differs}"
+            return f"{whose}{client_id}: {differs}"
+    return None
+
+
+def _uploads(run: Trained, round: int) -> dict[str, State]:
+    return {c: answer.upload for c, answer in run.answers.get(round, {}).items() if isinstance(answer, Result)}
 
 
 def _records(found: RoundRecord, expected: RoundRecord) -> str | None:

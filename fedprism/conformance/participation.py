@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 
 from fedprism.conformance.case import Case, Trained, cut, sound, trained
-from fedprism.conformance.compare import difference, same, shapes
+from fedprism.conformance.compare import difference, shapes
 from fedprism.conformance.states import unchanged
 from fedprism.conformance.verdicts import Broken, DoesNotApply, Note, promise
 from fedprism.errors import FedprismError
 from fedprism.methods.base import State, Upload
 from fedprism.methods.states import not_finite
-from fedprism.round.client import Job, client_evaluate, client_receive, client_round
+from fedprism.round.client import Job, client_evaluate, client_model, client_receive, client_round
 from fedprism.round.engine import Result
 from fedprism.round.events import RoundRecord, Snapshot
 
@@ -31,11 +31,11 @@ _IS_NEW = (
 def few(case: Case) -> None:
     method, run = case.method, case.run(case.config(clients=FEW, evaluate=SELDOM))
     _sound(run, _IS_NEW)
-    for record, before, after in _rounds(run):
+    for record in run.records[1:]:
         _equal(set(record.up), set(record.cohort), f"round {record.round}: clients that upload", "the cohort")
         if (method.broadcast, method.trainers) == ("participants", "participants"):
-            changed = {c for c in run.loop.info.clients if not same(after.clients[c], before.clients[c])}
-            _equal(changed, set(record.cohort), f"round {record.round}: clients whose state changed", "the cohort")
+            changed = run.changed(record.round)
+            _equal(changed, set(record.cohort), f"round {record.round}: clients whose model changed", "the cohort")
             _equal(set(record.down), changed, f"round {record.round}: clients that are sent something", "the cohort")
     _drop_outs(case)
 
@@ -65,12 +65,12 @@ def all_train(case: Case) -> None:
         run, "clients.train: all lets everybody train; what the server knows of a client may be older than its state."
     )
     every = set(run.loop.info.clients)
-    for record, before, after in _rounds(run):
+    for record in run.records[1:]:
         _equal(set(record.up), set(record.cohort), f"round {record.round}: clients that upload", "the cohort")
         _equal(set(record.down), every, f"round {record.round}: clients that are sent something", "all clients")
         _equal(set(record.logs), every, f"round {record.round}: clients with logs", "all clients")
-        changed = {c for c in every if not same(after.clients[c], before.clients[c])}
-        _equal(changed, every, f"round {record.round}: clients whose state changed", "all clients")
+        changed = run.changed(record.round)
+        _equal(changed, every, f"round {record.round}: clients whose model changed", "all clients")
 
 
 @promise("a client may receive without training", needs=("runs", "subset"))
@@ -84,8 +84,9 @@ def all_receive(case: Case) -> None:
     for client_id in set(loop.info.clients) - set(run.records[2].cohort):
         ctx = loop.context(1).replace(client_id=client_id)
         down = loop.method.encode(loop.method.send(before.server, client_id, ctx), ctx)
-        received = client_receive(run.job(client_id, 1), before.clients[client_id], down)
-        differs = difference(run.state(client_id), received)
+        job, state = run.job(client_id, 1), before.clients[client_id]
+        differs = difference(run.state(client_id), client_receive(job, state, down))
+        differs = differs or difference(run.model(client_id, 1), client_model(job, state, down))
         if differs is not None:
             raise Broken(f"client {client_id} received twice from the same state and download: {differs}.", hint)
 

@@ -44,7 +44,7 @@ def cosine(case: Case) -> None:
     run = case.run(case.config(train={"schedule": "cosine"}, evaluate=SELDOM), until=2)
     sound(run)
     for client_id in run.loop.info.clients:
-        first, second = (same(run.snapshots[n].clients[client_id], _plain(case, n, client_id)) for n in (1, 2))
+        first, second = (same(run.model(client_id, n), case.straight.model(client_id, n)) for n in (0, 1))
         if not first:
             raise Broken(f"a cosine schedule changes the first round of client {client_id}, which has the full rate.")
         if second:
@@ -54,10 +54,6 @@ def cosine(case: Case) -> None:
             )
 
 
-def _plain(case: Case, round: int, client_id: str) -> Any:
-    return case.straight.snapshots[round].clients[client_id]
-
-
 @promise("bfloat16 follows single precision", "settings", needs=("runs", "same-seed"))
 def bfloat16(case: Case) -> None:
     """Layers compute in it; weights stay what they are, and a round ends near that in single precision."""
@@ -65,9 +61,9 @@ def bfloat16(case: Case) -> None:
     normed, full = case.run(case.config(**half), until=1), case.straight
     sound(normed)
     for client_id in normed.loop.info.clients:
-        if shapes(normed.state(client_id)) != shapes(_plain(case, 1, client_id)):
+        if shapes(normed.model(client_id)) != shapes(full.model(client_id, 0)):
             raise Broken(
-                f"in bfloat16 the state of client {client_id} has other types or shapes; weights stay float32."
+                f"in bfloat16 the model of client {client_id} has other types or shapes; weights stay float32."
             )
         here, there = (run.records[1].scores["received"]["test"][client_id].loss for run in (normed, full))
         if not 0 < abs(here - there) < 0.05 * there:
@@ -80,7 +76,7 @@ def bfloat16(case: Case) -> None:
     one, other = (case.run(case.config(**more, model=model), until=1) for more in (half, {}))
     for client_id in one.loop.info.clients:
         first = {n: p.detach() for n, p in one.first_model(client_id).named_parameters()}
-        ends = [{n: run.state(client_id)[n] for n in first} for run in (one, other)]
+        ends = [{n: run.model(client_id)[n] for n in first} for run in (one, other)]
         apart, moved = distance(*ends), distance(first, ends[1])
         if not 0 < apart < 0.25 * moved:
             raise Broken(
@@ -101,8 +97,8 @@ def channels_last(case: Case) -> None:
     for client_id in run.loop.info.clients:
         # Parameters alone: the sign of a basis, which a method may keep in a buffer, can turn with a rounding.
         first = {n: p.detach() for n, p in run.first_model(client_id).named_parameters()}
-        state, like = run.snapshots[1].clients[client_id] or {}, plain.state(client_id)
-        apart, moved = distance({n: state[n] for n in first}, like), distance(first, state)
+        model, like = run.model(client_id, 0), plain.model(client_id)
+        apart, moved = distance({n: model[n] for n in first}, like), distance(first, model)
         if not apart < 0.01 * moved:
             raise Broken(
                 f"with channels_last, the weights of client {client_id} are {apart:.3g} from the plain ones after "
@@ -176,7 +172,8 @@ def constants(case: Case) -> None:
     kept = set(dict(first.named_buffers())) - set(first.state_dict())
     if not kept:
         raise DoesNotApply("`build` gives a model without the constants of its architecture")
-    for owner, state in {"the server": run.last.server, **run.last.clients}.items():
+    states = [("the server", run.last.server), *run.last.clients.items(), *run.models[0].items()]
+    for owner, state in states:
         odd = sorted(kept & set(state or ()))
         if odd:
             raise Broken(
@@ -191,7 +188,7 @@ def mixed(case: Case) -> None:
     config = case.config(train={"rounds": 2}, model={"per_client": models}, evaluate=SELDOM)
     run = _refused_unless_mixed(case, config)
     sound(run)
-    one, two, three = (set(run.state(client_id)) for client_id in run.loop.info.clients)
+    one, two, three = (set(run.model(client_id)) for client_id in run.loop.info.clients)
     if one == two or one != three:
         raise Broken("clients of two architectures do not have the leaves of their own.")
 

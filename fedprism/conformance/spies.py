@@ -10,26 +10,41 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from fedprism.conformance.compare import copied
 from fedprism.engines.inprocess import InProcess
 from fedprism.methods.base import State
+from fedprism.methods.leaves import tensors
 from fedprism.round.engine import ClientScores, Failure, Request, Result
 
 T = TypeVar("T")
 
 
 class Spy(InProcess):
-    """The reference engine, which remembers what clients were given and what they answered, per round."""
+    """The reference engine, which remembers what clients were given, what they answered and their models, per round."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.requests: dict[int, dict[str, Request]] = {}
         self.answers: dict[int, dict[str, Result | Failure]] = {}
+        self.models: dict[int, dict[str, State]] = {}  # all leaves of who has trained, or received without training
 
     def train(self, round: int, requests: Mapping[str, Request]) -> Iterator[tuple[str, Result | Failure]]:
         self.requests.setdefault(round, {}).update(requests)
         for client_id, answer in super().train(round, requests):
             self.answers.setdefault(round, {})[client_id] = answer
+            if isinstance(answer, Result):
+                self.remember_model(round, client_id)
             yield client_id, answer
+
+    def receive(self, round: int, requests: Mapping[str, Request]) -> Iterator[tuple[str, State | Failure]]:
+        for client_id, state in super().receive(round, requests):
+            self.remember_model(round, client_id)
+            yield client_id, state
+
+    def remember_model(self, round: int, client_id: str) -> None:
+        """Copy it while this client is the last one that its slot has served."""
+        slot = self.slots[self.info.archs[client_id]]
+        self.models.setdefault(round, {})[client_id] = copied(tensors(slot.model))
 
 
 class Reversed(Spy):
@@ -67,6 +82,11 @@ class FreshSlots(Spy):
             self.before_a_client()
             yield from super().evaluate(round, {client_id: request})
 
+    def receive(self, round: int, requests: Mapping[str, Request]) -> Iterator[tuple[str, State | Failure]]:
+        for client_id, request in requests.items():
+            self.before_a_client()
+            yield from super().receive(round, {client_id: request})
+
     def before_a_client(self) -> None:
         self.slots.clear()
 
@@ -82,6 +102,14 @@ class PoisonedSlots(FreshSlots):
                     poison(kept.state_dict(keep_vars=True))
                 else:
                     poison(kept if isinstance(kept, dict) else {"": kept})
+
+
+class BlankSlots(FreshSlots):
+    """One slot serves all, and its model holds no number before each client: what is read is stored, or has come."""
+
+    def before_a_client(self) -> None:
+        for client in self.slots.values():
+            poison(client.model.state_dict(keep_vars=True))
 
 
 class Without(Spy):

@@ -10,14 +10,22 @@ from itertools import combinations
 from torch import Tensor
 
 from fedprism.config import MOMENTS
-from fedprism.conformance.case import ROUNDS, Case
-from fedprism.conformance.compare import copied, difference, kind, same, shapes
-from fedprism.conformance.verdicts import Broken, promise
+from fedprism.conformance.case import ROUNDS, Case, Trained, storing_everything
+from fedprism.conformance.compare import copied, difference, first_difference, kind, same, shapes
+from fedprism.conformance.spies import BlankSlots
+from fedprism.conformance.verdicts import Broken, DoesNotApply, promise
 from fedprism.federation import ClientData, Split
 from fedprism.methods.base import State, Upload
+from fedprism.methods.leaves import tensors
 from fedprism.methods.states import not_finite
-from fedprism.round.client import client_evaluate, client_receive, client_round
+from fedprism.round.client import client_evaluate, client_model, client_receive, client_round, open_slot
 from fedprism.round.engine import Result
+
+_UNSTORED = "what a client does not store held no number (NaN) before it received, trained and was tested"
+_NAME_IT = (
+    "something of the model is read that is neither stored nor in the download: name it in `stored`, the leaves that a "
+    "client keeps until its next round, or write it in `receive`."
+)
 
 
 @promise("states keep their shape")
@@ -28,8 +36,11 @@ def shape(case: Case) -> None:
     for round, snapshot in run.snapshots.items():
         _same_shapes(snapshot.server, server, f"round {round}: the server's state")
         for client_id, state in snapshot.clients.items():
-            if state is not None:
-                _same_shapes(state, models[client_id], f"round {round}: the state of client {client_id}")
+            if state is not None:  # what a client stores may be a part of its model
+                own = {name: models[client_id][name] for name in state if name in models[client_id]}
+                _same_shapes(state, own, f"round {round}: the state of client {client_id}")
+        for client_id, model in run.models.get(round - 1, {}).items():
+            _same_shapes(model, models[client_id], f"round {round}: the model of client {client_id}")
 
 
 def _same_shapes(found: State, expected: State, whose: str) -> None:
@@ -41,6 +52,60 @@ def _same_shapes(found: State, expected: State, whose: str) -> None:
             f"{whose} has changed its shape: {odd} is {is_}; at first it was {was}.",
             "names, shapes and types are fixed by `build` and `server`: make room there for all that a round may need.",
         )
+
+
+@promise("what is not stored is never read", needs=("says",))
+def stored(case: Case) -> None:
+    """The method as it is, in slots that hold no number before each client, and with clients that store all leaves."""
+    # Clients train, receive without training and are tested at every moment.
+    config = case.config(
+        clients={"participation": 0.67, "broadcast": "all"}, evaluate={"moments": list(MOMENTS)}, train={"rounds": 3}
+    )
+
+    def keeping() -> Trained:
+        return case.run(config, method=storing_everything(case.make()))
+
+    try:
+        whole = keeping()
+    except Exception:  # noqa: BLE001 - that promise is `runs`, which says what was raised
+        raise DoesNotApply("a run of clients that store everything stops with an error; see 'it trains'") from None
+    try:
+        run = case.run(config, BlankSlots)
+        differs = _first_read(run, whole)
+    except Exception as error:
+        raise Broken(f"{_UNSTORED}, and the run stops with an error.", _NAME_IT) from error
+    if differs is None:
+        return
+    if first_difference(keeping(), whole) is not None:
+        raise DoesNotApply("two runs with the same seed differ; see 'the same seed gives the same bits'")
+    raise Broken(f"{_UNSTORED}, and the run departs from that of clients that store everything, {differs}.", _NAME_IT)
+
+
+def _first_read(run: Trained, whole: Trained) -> str | None:
+    """Where a run departs from that of clients that store everything."""
+    snapshots = {
+        round: replace(snapshot, clients={c: _cut(state, run.snapshots[round].clients[c]) for c, state in clients})
+        for round, snapshot in whole.snapshots.items()
+        if round in run.snapshots and (clients := snapshot.clients.items())
+    }
+    differs = first_difference(run, replace(whole, snapshots=snapshots))
+    if differs is not None:
+        return differs
+    for client_id in run.loop.info.clients:
+        differs = difference(run.received(client_id), whole.received(client_id))
+        if differs is not None:
+            return f"at the end: the model of client {client_id} as received: {differs}"
+        own = whole.last.clients[client_id]
+        if run.loop.method.moment == "trained" and own is not None:
+            served = {**run.first_model(client_id).state_dict(), **run.state(client_id)}
+            differs = difference(served, own)
+        if differs is not None:
+            return f"at the end: the trained model of client {client_id}, at which the method is tested: {differs}"
+    return None
+
+
+def _cut(state: State | None, like: State | None) -> State | None:
+    return state if state is None or like is None else {name: state[name] for name in like if name in state}
 
 
 @promise("any subset of uploads aggregates")
@@ -87,13 +152,15 @@ def _one_round(case: Case, round: int) -> None:
         with unchanged("encode", {"what is sent": sent}):
             down = method.encode(sent, own)
         with unchanged("a hook of the client", {"the download": down, "the server's state": server}):
-            result = client_round(job, state, down)
+            slot = open_slot(job)
+            result = client_round(job, state, down, slot)
+            model = copied(tensors(slot.model))
             client_evaluate(job, state, down)
             client_receive(job, state, down)
     if not isinstance(result, Result):
         raise Broken(f"round {round + 1}: client {client_id} failed: {result.reason}.")
-    if same(result.state, state):
-        raise Broken(f"round {round + 1}: client {client_id} has trained, but its state is what it was before.")
+    if same(model, client_model(job, state, down)):
+        raise Broken(f"round {round + 1}: client {client_id} has trained, but its model is what it received.")
     with unchanged("decode", {"the upload": result.upload}):
         upload = method.decode(result.upload, own)
     uploads = [Upload(client_id, result.samples, upload), Upload(run.loop.info.clients[0], 2, upload)]

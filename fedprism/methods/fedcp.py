@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import reduce
 from typing import Literal
 
 import torch
@@ -106,10 +107,7 @@ class FedCP(Method):
             return
         # v_i: the personal head's weight [classes, width] summed over classes; for several layers, their product.
         last, *before = [part.weight for part in model.net.head.modules() if isinstance(part, nn.Linear)][::-1]
-        v = last.sum(0)
-        for weight in before:
-            v = v @ weight
-        model.client["v"].copy_(normalize(v, dim=0))
+        model.client["v"].copy_(normalize(reduce(torch.matmul, before, last.sum(0)), dim=0))
 
     def start(self, client: Client, ctx: Context) -> None:
         if "gfm" not in self.without:

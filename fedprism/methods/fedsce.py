@@ -82,6 +82,8 @@ class FedSCE(Method):
     def estimates(self) -> bool:
         return not {"dml", "ce"} & set(self.without)
 
+    needs_all_uploads = estimates
+
     def build(self, arch: Arch, client_id: str | None, info: Info, seed: int) -> nn.Module:
         parts: dict[str, nn.Module] = {"local": arch.model(seed)}
         if "dml" not in self.without:
@@ -139,8 +141,7 @@ class FedSCE(Method):
 
     def flat(self, local: nn.Module) -> Tensor:
         """The last p layers as one vector."""
-        names = set(leaves.last(local, self.p))
-        return torch.cat([tensor.flatten() for name, tensor in local.named_parameters() if name in names])
+        return torch.cat([local.get_parameter(name).flatten() for name in leaves.last(local, self.p)])
 
     def turn(self, client: Client, ctx: Context) -> None:
         d, space = self.flat(client.model.local) - client["begin"], client.model.space
@@ -164,10 +165,6 @@ class FedSCE(Method):
         for name, value in far.items():
             client.log(name, value)
         return {**super().upload(client, ctx), **far}
-
-    @property
-    def needs_all_uploads(self) -> bool:
-        return self.estimates
 
     def aggregate(self, server: State, uploads: Sequence[Upload], ctx: Context) -> State:
         if not self.estimates:

@@ -28,6 +28,7 @@ from fedprism.round.engine import Checked, ClientScores, Failure, Result
 from fedprism.round.evaluation import Evaluation, Tally, score_split
 from fedprism.round.training import Operations, finish_pass, fit, start_pass
 from fedprism.schedules import learning_rate
+from fedprism.store.serialize import size
 from fedprism.transforms import make_transforms
 from fedprism.transforms.base import Crossing, to_wire
 
@@ -95,7 +96,7 @@ def open_slot(job: Job) -> Client:
     layout = torch.channels_last if job.config.run.memory_format == "channels_last" else torch.contiguous_format
     model = model.to(job.data.train.y.device, memory_format=layout)  # type: ignore[call-overload]
     client = Client(seal(model), job.config.train, job.info)
-    client.constant_shared = constant_shared(job, client.model)
+    client.constant_shared = constant_shared(job.method, job.config, job.info, client.model, job.data.name)
     return client
 
 
@@ -194,11 +195,8 @@ def encode_upload(
 
 def copy_stored(client: Client, job: Job, ctx: Context) -> State:
     """Copies of the leaves that the client keeps between rounds."""
-    own, wanted = tensors(client.model), set(job.method.stored(client.model, ctx))
-    odd = sorted(wanted - own.keys())
-    if odd:
-        raise ConfigError(f"{job.method.id}.stored names {', '.join(odd[:3])}, which the model does not have.")
-    return copy_of({name: tensor for name, tensor in own.items() if name in wanted})
+    own = tensors(client.model)
+    return copy_of({name: own[name] for name in stored_names(job.method, client.model, ctx)})
 
 
 def _copy_upload(model: nn.Module, state: State, upload: State) -> State:
@@ -272,13 +270,33 @@ def make_context(
     return ctx.replace(shared=travelling(model, names, bn_policy(method, config)))
 
 
-def constant_shared(job: Job, model: nn.Module) -> bool:
+def constant_shared(method: Method, config: Config, info: Info, model: nn.Module, client_id: str) -> bool:
     """Does the method share the same leaves in every round, that of the last evaluation included?"""
-    if type(job.method).shared is Method.shared:
+    if type(method).shared is Method.shared:
         return True
-    ctx = make_context(job.method, job.config, job.info, model, 0, job.data.name)
-    first = set(job.method.shared(model, ctx))
-    return all(set(job.method.shared(model, ctx.replace(round=r))) == first for r in range(1, ctx.rounds + 1))
+    ctx = make_context(method, config, info, model, 0, client_id)
+    first = set(method.shared(model, ctx))
+    return all(set(method.shared(model, ctx.replace(round=r))) == first for r in range(1, ctx.rounds + 1))
+
+
+def stored_names(method: Method, model: nn.Module, ctx: Context) -> tuple[str, ...]:
+    """The leaves of its model that a client keeps between rounds, in their order."""
+    have, wanted = everything(model), set(method.stored(model, ctx))
+    odd = sorted(wanted - set(have))
+    if odd:
+        raise ConfigError(f"{method.id}.stored names {', '.join(odd[:3])}, which the model does not have.")
+    return tuple(name for name in have if name in wanted)
+
+
+def stored_bytes(method: Method, config: Config, info: Info, client_id: str) -> int:
+    """Bytes of what a client keeps between rounds: after the first or the last, whichever are more."""
+    model = method.build(info.arch_of(client_id), client_id, info, info.seed)
+    own, constant = tensors(model), constant_shared(method, config, info, model, client_id)
+    contexts = [
+        make_context(method, config, info, model, round, client_id, constant_shared=constant)
+        for round in (0, max(0, config.train.rounds - 1))
+    ]
+    return max(size({name: own[name] for name in stored_names(method, model, ctx)}) for ctx in contexts)
 
 
 def chosen(configured: str, of_method: str) -> str:

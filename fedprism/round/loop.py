@@ -28,7 +28,7 @@ from fedprism.methods import leaves, server_optimizer
 from fedprism.methods.base import Context, Info, Method, State, UploadKind
 from fedprism.methods.mixed import check_mixed
 from fedprism.models import Arch
-from fedprism.round.client import chosen, due, make_context
+from fedprism.round.client import chosen, due, make_context, stored_bytes
 from fedprism.round.engine import ClientScores, Engine, Failure, Request, Result
 from fedprism.round.events import Callback, Plan, RoundRecord, Score, Snapshot, Status
 from fedprism.round.server import Gathering
@@ -310,7 +310,7 @@ def make_loop(method: Method, config: Config, info: Info, federation: Federation
     owners = {arch: client_id for client_id, arch in info.archs.items()}  # a client of each
     states: ClientStore = MemoryStore(dict.fromkeys(info.clients))
     if config.clients.state == "disk":
-        largest = max(size(method.build(a, c, info, info.seed).state_dict()) for a, c in owners.items())
+        largest = max(stored_bytes(method, config, info, client_id) for client_id in owners.values())
         states = DiskStore(info.clients, engine.place, clients_at_once(largest, engine.workers))
     transforms, aggregator = make_transforms(config.transforms), make_aggregator(config.server.aggregator)
     loop = Loop(method, config, info, federation, engine, models, engine.place(server), states, transforms, aggregator)
