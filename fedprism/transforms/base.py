@@ -45,7 +45,8 @@ class Crossing:
 
     def add_origin(self, update: State) -> State:
         """The inverse of `update`."""
-        return {n: self.origin[n] + t if n in self.origin else t for n, t in update.items()}
+        origin = {n: t for n, t in self.origin.items() if n in update and t.shape == update[n].shape}
+        return {n: origin[n] + t if n in origin else t for n, t in update.items()}
 
     def rng(self, purpose: str, like: Tensor) -> torch.Generator:
         """A generator keyed by seed, round, client, transform and purpose, on the device of `like`."""
