@@ -63,9 +63,7 @@ def crossing(
     return Crossing(ctx, kinds, origin or {})
 
 
-def run(
-    method: Method, settings: Config, federation: Federation, engine: Engine | None = None
-) -> tuple[Loop, Collect]:
+def run(method: Method, settings: Config, federation: Federation, engine: Engine | None = None) -> tuple[Loop, Collect]:
     loop, seen = loop_for(method, settings, federation, engine), Collect()
     with numerics(settings.run, CPU):
         assert loop.run([seen]) == "finished"
@@ -108,7 +106,12 @@ def test_an_update_that_is_not_longer_is_untouched(bound: float) -> None:
 
 def test_statistics_and_scalars_are_neither_measured_nor_changed() -> None:
     origin = {"w": torch.zeros(1), "mean": torch.zeros(1), "count": torch.tensor(1)}
-    upload = {"w": torch.tensor([4.0]), "mean": torch.tensor([900.0]), "s": torch.tensor(70.0), "count": torch.tensor(9)}
+    upload = {
+        "w": torch.tensor([4.0]),
+        "mean": torch.tensor([900.0]),
+        "s": torch.tensor(70.0),
+        "count": torch.tensor(9),
+    }
     kinds: dict[str, UploadKind] = {"w": "weights", "mean": "buffers", "s": "scalar", "count": "buffers"}
     clipped = ClipNorm(max=1.0).client(upload, crossing(kinds, origin))
     assert {n: t.item() for n, t in clipped.items()} == {"w": 1.0, "mean": 900.0, "s": 70.0, "count": 9}
@@ -414,7 +417,9 @@ def test_clip_then_quantize_composes(unequal: Federation) -> None:
     """The server gets the clipped update, to within a step of each scale."""
     origin = {"w": torch.tensor([1.0, 1.0])}
     upload = {"w": torch.tensor([4.0, 5.0])}  # an update of (3, 4), which is 5 long
-    transforms = make_transforms(structure({"transforms": [{"name": "clip_norm", "max": 2.5}, "quantize"]}, Config).transforms)
+    transforms = make_transforms(
+        structure({"transforms": [{"name": "clip_norm", "max": 2.5}, "quantize"]}, Config).transforms
+    )
     way = crossing({"w": "weights"}, origin)
     sent = to_wire(transforms, upload, way)
     assert sent["w" + SCALES].tolist() == pytest.approx([2.0 / 127])
@@ -464,9 +469,7 @@ REFUSED: list[tuple[str, list[Any], str]] = [
 
 
 @pytest.mark.parametrize(("method", "transforms", "words"), REFUSED)
-def test_what_would_do_nothing_is_refused(
-    method: str, transforms: list[Any], words: str, unequal: Federation
-) -> None:
+def test_what_would_do_nothing_is_refused(method: str, transforms: list[Any], words: str, unequal: Federation) -> None:
     with pytest.raises(ConfigError) as error:
         loop_for(METHODS[method](), config_of(model=MLP, transforms=transforms), unequal)
     assert words in str(error.value)
@@ -567,9 +570,7 @@ def test_every_number_of_workers_agrees_on_transforms(name: str, six: Federation
 SUMMING = [name for name, cls in METHODS.items() if not cls().needs_all_uploads and name != "local"]
 
 
-@pytest.mark.parametrize(
-    "name", by_method(SUMMING, default=("scaffold",))
-)
+@pytest.mark.parametrize("name", by_method(SUMMING, default=("scaffold",)))
 @pytest.mark.parametrize("aggregator", list(AGGREGATORS))
 def test_every_engine_agrees_on_aggregators(aggregator: str, name: str, six: Federation, spare: Pool) -> None:
     method = METHODS[name]()

@@ -1,0 +1,311 @@
+"""Aggregators against a few lines of NumPy each; whom they protect from; which methods may use them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fedprism as fp
+from fedprism import api
+from fedprism.aggregators import AGGREGATORS, Aggregator, Median, NormBounded, Sent, TrimmedMean, WeightedMean
+from fedprism.config import Config, Named, structure
+from fedprism.errors import ConfigError
+from fedprism.federation import Federation
+from fedprism.methods import METHODS
+from fedprism.methods.base import Context, Method, State, UploadKind
+from fedprism.methods.states import update_length
+from fedprism.planning import resolve
+from fedprism.round.engine import Checked
+from fedprism.round.loop import Loop
+from fedprism.round.server import Gathering
+from tests.harness import MLP, Collect, config_of, loop_for, same
+
+Arrays = dict[str, np.ndarray[Any, Any]]  # leaf -> values `[uploads, ...]`
+
+KINDS: dict[str, UploadKind] = {"w": "weights", "b": "weights", "mean": "buffers", "count": "buffers", "s": "scalar"}
+NEEDS_ALL = [name for name, cls in METHODS.items() if cls().needs_all_uploads]
+
+
+def uploads_of(count: int, seed: int = 0) -> list[Sent]:
+    """Random uploads with weights that differ, some of whose updates are long, and their download."""
+    draw = torch.Generator().manual_seed(seed)
+    origin = {"w": torch.randn(3, 4, generator=draw), "b": torch.randn(5, generator=draw), "mean": torch.zeros(2)}
+    sent = []
+    for place in range(count):
+        far = 1.0 + 9.0 * (place % 3 == 1)
+        state = {n: t + far * torch.randn(t.shape, generator=draw) for n, t in origin.items()}
+        state["count"] = torch.randint(-50, 2**40, (), generator=draw)
+        state["s"] = torch.randn((), generator=draw)
+        length = float(update_length(state, origin, KINDS))
+        sent.append(Sent(state, KINDS, origin, length, (place + 1) / (count * (count + 1) / 2)))
+    return sent
+
+
+def rows(sent: Sequence[Sent]) -> Arrays:
+    """Leaf by leaf, in double precision."""
+    return {n: np.stack([each.state[n].numpy() for each in sent]).astype(np.float64) for n in sent[0].state}
+
+
+def assert_is(found: State, expected: Mapping[str, Any], like: State) -> None:
+    assert found.keys() == expected.keys() == like.keys()
+    for name, tensor in found.items():
+        assert (tensor.dtype, tensor.shape) == (like[name].dtype, like[name].shape)
+        value = np.asarray(expected[name])
+        if tensor.is_floating_point():
+            np.testing.assert_allclose(tensor.numpy(), value, rtol=1e-5, atol=1e-5)
+        else:
+            assert tensor.item() == np.rint(value)
+
+
+# --- each by NumPy ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 10, 30])
+@pytest.mark.parametrize("trim", [0, 0.1, 0.2, 0.3, 0.49])
+def test_trimmed_mean(trim: float, count: int) -> None:
+    """The share is exact: 0.1 of 30 are 3 at each end, although 0.1 x 30 is a little more in floating point."""
+    sent = uploads_of(count)
+    cut = min(math.ceil(Fraction(str(trim)) * count), (count - 1) // 2)
+    expected = {n: np.sort(values, axis=0)[cut : count - cut].mean(0) for n, values in rows(sent).items()}
+    assert_is(TrimmedMean(trim=trim).aggregate(sent), expected, sent[0].state)
+
+
+@pytest.mark.parametrize(
+    ("trim", "count", "cut"), [(0.1, 30, 3), (0.1, 31, 4), (0.2, 5, 1), (0.49, 3, 1), (0.49, 100, 49)]
+)
+def test_how_many_are_trimmed(trim: float, count: int, cut: int) -> None:
+    """Of 0, 1, 4, 9, ... so many at each end are left out."""
+    sent = [Sent({"w": torch.tensor([float(i * i)])}, {"w": "weights"}, {}, 1.0, 1 / count) for i in range(count)]
+    left = [i * i for i in range(count)][cut : count - cut]
+    assert TrimmedMean(trim=trim).aggregate(sent)["w"].item() == pytest.approx(sum(left) / len(left))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 10, 30])
+def test_median(count: int) -> None:
+    """NumPy's, which is the mean of the middle two of an even number."""
+    sent = uploads_of(count)
+    assert_is(Median().aggregate(sent), {n: np.median(v, axis=0) for n, v in rows(sent).items()}, sent[0].state)
+
+
+@pytest.mark.parametrize("count", [1, 4, 7])
+def test_mean(count: int) -> None:
+    sent = uploads_of(count)
+    weights = np.array([each.weight for each in sent])
+    expected = {n: np.tensordot(weights, values, 1) for n, values in rows(sent).items()}
+    assert_is(WeightedMean().aggregate(sent), expected, sent[0].state)
+
+
+@pytest.mark.parametrize("bound", [None, 0.5, 5.0, 1e9])
+@pytest.mark.parametrize("count", [1, 4, 7])
+def test_norm_bounded(count: int, bound: float | None) -> None:
+    """Statistics are part of the update: measured and scaled. Scalars and counters are neither."""
+    sent = uploads_of(count)
+    origin = {n: t.numpy().astype(np.float64) for n, t in sent[0].origin.items()}
+    updates = {n: values - origin[n] for n, values in rows(sent).items() if n in origin}
+    lengths = np.sqrt(sum((u**2).reshape(count, -1).sum(1) for u in updates.values()))
+    most = np.median(lengths) if bound is None else bound
+    share, weights = np.minimum(1, most / lengths), np.array([each.weight for each in sent])
+    expected = {n: np.tensordot(weights, values, 1) for n, values in rows(sent).items()}
+    expected |= {n: origin[n] + np.tensordot(weights * share, u, 1) for n, u in updates.items()}
+    assert_is(NormBounded(max=bound).aggregate(sent), expected, sent[0].state)
+    assert count == 1 or (share < 1).any() == (bound != 1e9)
+
+
+def test_a_bound_by_hand() -> None:
+    """Updates of 3 and 40 from 1, with weights of a quarter and three: bounded to 4, the second counts as 4."""
+    origin, kinds = {"w": torch.tensor([1.0])}, {"w": "weights", "s": "scalar"}
+    sent = [
+        Sent({"w": torch.tensor([4.0]), "s": torch.tensor(0.0)}, kinds, origin, 3.0, 0.25),
+        Sent({"w": torch.tensor([41.0]), "s": torch.tensor(8.0)}, kinds, origin, 40.0, 0.75),
+    ]
+    found = NormBounded(max=4.0).aggregate(sent)
+    assert found["w"].item() == 1 + 0.25 * 3 + 0.75 * 4
+    assert found["s"].item() == 6.0, "a number beside the update keeps its value"
+    assert NormBounded().aggregate(sent)["w"].item() == pytest.approx(1 + 0.25 * 3 + 0.75 * 21.5), "the median of 3, 40"
+
+
+@pytest.mark.parametrize("aggregator", [TrimmedMean(), Median()])
+def test_weights_do_not_count_in_a_vote(aggregator: Aggregator) -> None:
+    sent = uploads_of(5)
+    other = [replace(each, weight=1.0 if place == 1 else 0.0) for place, each in enumerate(sent)]
+    assert same(aggregator.aggregate(sent), aggregator.aggregate(other))
+    assert not same(NormBounded().aggregate(sent), NormBounded().aggregate(other))
+
+
+@pytest.mark.parametrize("aggregator", [cls() for _, cls in AGGREGATORS.items()])
+def test_uploads_are_not_changed_and_their_order_hardly_matters(aggregator: Aggregator) -> None:
+    sent, untouched = uploads_of(6), uploads_of(6)
+    found = aggregator.aggregate(sent)
+    assert all(same(one.state, other.state) for one, other in zip(sent, untouched, strict=True))
+    assert_is(aggregator.aggregate(sent[::-1]), {n: t.numpy() for n, t in found.items()}, sent[0].state)
+
+
+@pytest.mark.parametrize("aggregator", [cls() for _, cls in AGGREGATORS.items()])
+def test_a_single_upload_is_the_result(aggregator: Aggregator) -> None:
+    (sent,) = uploads_of(1)
+    assert same(aggregator.aggregate([sent]), sent.state)
+
+
+# --- in a round ------------------------------------------------------------------------------------------------------
+
+
+def gathered(method: Method, name: str, federation: Federation, uploads: Mapping[str, State]) -> tuple[State, Loop]:
+    """The server's next state from these uploads, of which all clients were asked for one."""
+    loop = loop_for(method, config_of(model=MLP, server={"aggregator": name}), federation)
+    ctx = loop.context(0)
+    asked = {client_id: len(federation.clients[client_id].train) for client_id in federation.names}
+    gathering = Gathering(method, loop.aggregator, loop.server, ctx, asked)
+    for client_id, upload in uploads.items():
+        kinds = loop.declared(client_id, 0)
+        own = ctx.replace(client_id=client_id, download=loop.download(client_id, ctx))
+        origin = method.origin(own)
+        gathering.reserve(upload)
+        gathering.add(client_id, Checked(upload, float(update_length(upload, origin, kinds))), kinds, origin)
+    return loop.aggregate(gathering), loop
+
+
+@pytest.mark.parametrize("asked", ["all", "two of three"])
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "feddyn"])
+@pytest.mark.parametrize("name", ["trimmed_mean", "median", "norm_bounded"])
+def test_where_all_send_the_same_it_is_the_mean(name: str, method: str, asked: str, unequal: Federation) -> None:
+    """Also of SCAFFOLD's control variates and FedDyn's h, which are sums over all clients: two thirds, if one fails."""
+    made, draw = METHODS[method](), torch.Generator().manual_seed(0)
+    server = loop_for(made, config_of(model=MLP), unequal).server
+    names = {n for n in server if not n.startswith("h.")}
+    upload = {n: server[n] + torch.randn(server[n].shape, generator=draw) for n in names}
+    uploads = dict.fromkeys(unequal.names[: 3 if asked == "all" else 2], upload)
+    found, mean = (gathered(made, each, unequal, uploads)[0] for each in (name, "mean"))
+    for leaf, tensor in mean.items():
+        torch.testing.assert_close(found[leaf], tensor, rtol=1e-5, atol=1e-5)
+        moved = (tensor - server[leaf]).abs().max()
+        assert moved > 0.1
+    if method == "scaffold":
+        share = 1 if asked == "all" else 2 / 3
+        leaf = next(n for n in server if n.startswith("c."))
+        torch.testing.assert_close(found[leaf], server[leaf] + share * upload[leaf])
+
+
+@dataclass(frozen=True)
+class Boosts(fp.FedAvg):
+    """One client sends its update a hundred times over."""
+
+    who: str = ""
+
+    def upload(self, client: fp.Client, ctx: Context) -> State:
+        state, times = super().upload(client, ctx), 100 if ctx.client_id == self.who else 1
+        return {n: ctx.download[n] + times * (t - ctx.download[n]) for n, t in state.items()}
+
+
+@pytest.fixture(scope="module")
+def five() -> Federation:
+    return fp.make_federation("digits-skew", clients=5, seed=0, samples=30, split={"validation": 0.02, "test": 0.05})
+
+
+def moved(name: str | dict[str, Any], who: str, federation: Federation) -> float:
+    """How far the server moves in one round."""
+    settings = config_of(model=MLP, train={"rounds": 1}, server={"aggregator": name})
+    loop, seen = loop_for(Boosts(who), settings, federation), Collect()
+    assert loop.run([seen]) == "finished"
+    assert not seen.records[1].failed, "a hundred times is not far enough to be refused"
+    first = seen.snapshots[0].server
+    return math.sqrt(sum(float((loop.server[n] - t).double().square().sum()) for n, t in first.items()))
+
+
+def test_one_of_five_that_boosts_its_update_moves_the_mean_alone(five: Federation) -> None:
+    """By 20 times its update and more; the others by no more than twice what they move anyway."""
+    plain = {name: moved(name, "", five) for name in AGGREGATORS}
+    boosted = {name: moved(name, five.names[2], five) for name in AGGREGATORS}
+    assert boosted["mean"] > 10 * plain["mean"]
+    for name in ("trimmed_mean", "median", "norm_bounded"):
+        assert boosted[name] < 2 * plain[name], name
+    assert moved({"name": "trimmed_mean", "trim": 0}, five.names[2], five) > 10 * plain["mean"]
+    assert moved({"name": "norm_bounded", "max": 1e-3}, five.names[2], five) <= 1.001e-3
+
+
+def test_the_mean_gives_the_bits_of_a_run_without_an_aggregator(unequal: Federation) -> None:
+    """Added up as they come, or all at once by the same class under another name."""
+    for method in ("fedavg", "scaffold", "feddyn"):
+        runs = []
+        for server in ({}, {"aggregator": "mean"}, {"aggregator": f"{__name__}:AllAtOnce"}):
+            loop, seen = loop_for(METHODS[method](), config_of(model=MLP, server=server), unequal), Collect()
+            assert loop.run([seen]) == "finished"
+            runs.append((loop, [replace(record, seconds={}) for record in seen.records]))
+        for loop, records in runs[1:]:
+            assert records == runs[0][1]
+            assert same(loop.server, runs[0][0].server), method
+
+
+@dataclass(frozen=True)
+class AllAtOnce(Aggregator):
+    """the weighted mean, of all uploads at once"""
+
+
+@pytest.mark.parametrize("method", NEEDS_ALL)
+@pytest.mark.parametrize("name", ["trimmed_mean", "median", "norm_bounded"])
+def test_a_method_whose_aggregation_is_no_mean_refuses(name: str, method: str, unequal: Federation) -> None:
+    """When its loop is made, and already when a comparison is planned; `mean` changes nothing and is fine."""
+    settings = config_of(model=MLP, server={"aggregator": name}, method=method)
+    words = rf"server\.aggregator is {name}, but {method} has an aggregation of its own.* Leave it at mean\."
+    with pytest.raises(ConfigError, match=words):
+        loop_for(METHODS[method](), settings, unequal)
+    with pytest.raises(ConfigError, match=words):
+        resolve(settings)
+    loop_for(METHODS[method](), config_of(model=MLP, server={"aggregator": "mean"}), unequal)
+
+
+@pytest.mark.parametrize(
+    ("aggregator", "words"),
+    [
+        ("meen", "unknown aggregator 'meen'. Did you mean 'mean'?"),
+        ({"name": "trimmed_mean", "trim": 0.5}, "server.aggregator.trim is 0.5; expected 0 to below 0.5"),
+        ({"name": "norm_bounded", "max": 0}, "server.aggregator.max is 0.0; expected above 0"),
+        ({"name": "median", "trim": 0.1}, "unknown key 'trim'"),
+        ("json:JSONDecoder", "expected a frozen dataclass that derives from fedprism.Aggregator"),
+    ],
+)
+def test_bad_settings_are_refused(aggregator: Any, words: str, unequal: Federation) -> None:
+    with pytest.raises(ConfigError) as error:
+        loop_for(fp.FedAvg(), config_of(model=MLP, server={"aggregator": aggregator}), unequal)
+    assert words in str(error.value)
+
+
+def test_an_aggregator_of_ones_own_from_a_file(tmp_path: Path, unequal: Federation) -> None:
+    """It keeps the first client's upload. Its absolute path is recorded."""
+    (tmp_path / "own.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from fedprism import Aggregator\n"
+        "@dataclass(frozen=True)\n"
+        "class First(Aggregator):\n"
+        "    def aggregate(self, uploads):\n"
+        "        return dict(uploads[0].state)\n"
+    )
+    name = f"{tmp_path}/own.py:First"
+    settings = config_of(model=MLP, train={"rounds": 1}, server={"aggregator": name}, run={"engine": "inprocess"})
+    loop = loop_for(fp.FedAvg(), settings, unequal)
+    assert loop.run([]) == "finished"
+    first = replace(unequal, clients={"plain": unequal.clients["plain"]})
+    alone = loop_for(fp.FedAvg(), config_of(model=MLP, train={"rounds": 1}), first)
+    assert alone.run([]) == "finished"
+    assert same(loop.server, alone.server)
+    assert resolve(settings).server.aggregator == Named(f"{(tmp_path / 'own.py').resolve()}:First", {})
+
+
+def test_a_run_records_its_aggregator(tmp_path: Path) -> None:
+    raw = {
+        "data": {"name": "digits-skew", "partition": {"name": "domain", "clients": 3}, "samples": 30},
+        "model": MLP,
+        "train": {"rounds": 2, "batch_size": 16},
+        "server": {"aggregator": "trimmed_mean"},
+        "run": {"device": "cpu", "engine": "inprocess"},
+    }
+    run = api.run_config(structure(raw, Config), "x", out=tmp_path / "run")
+    assert run.status == "finished"
+    assert run.record.config.server.aggregator == Named("trimmed_mean", {"trim": 0.2})
