@@ -19,7 +19,7 @@ from fedprism.federation.base import inputs_in_words
 from fedprism.methods import METHODS
 from fedprism.methods.base import Client, Info, Method, State
 from fedprism.models import MODELS, Arch
-from fedprism.round.client import Job, encode_upload, make_context, make_info, open_slot
+from fedprism.round.client import Job, make_context, make_info, open_slot, transform_upload
 from fedprism.round.engine import Failure, Request, Result
 from fedprism.round.loop import make_loop
 from fedprism.transforms import make_transforms
@@ -228,8 +228,9 @@ class Untrained(InProcess):
             ctx = replace(ctx, steps={**ctx.steps, each.name: 1})  # SCAFFOLD divides by their number
             if each.end is not None:
                 each.end(client, ctx)
-        sent, _ = encode_upload(job, ctx, self.method.upload(client, ctx), self.method.uploads(client.model, ctx))
-        return Result({}, sent, len(job.data.train), {}, {})
+        upload, kinds = self.method.upload(client, ctx), self.method.uploads(client.model, ctx)
+        changed, _ = transform_upload(job, ctx, upload, kinds)
+        return Result({}, self.method.encode(changed, ctx), len(job.data.train), {}, {})
 
 
 def inputs(model: ModelConfig, size: int) -> tuple[int, ...]:

@@ -178,19 +178,23 @@ def finish(left: Departure, bad: str | None) -> Result | Failure:
     if bad is not None:
         return Failure(f"{bad} is not finite after local training", non_finite=True)
     logs = {name: total.item() / left.log_counts[name] for name, total in left.log_sums.items()}
-    sent, done = encode_upload(left.job, left.ctx, left.upload, left.kinds)
+    changed, done = transform_upload(left.job, left.ctx, left.upload, left.kinds)
+    bad = None if changed is left.upload else not_finite(changed)
+    if bad is not None:
+        return Failure(f"{bad} is not finite after the transforms", non_finite=True)
+    with torch.no_grad():
+        sent = left.job.method.encode(changed, left.ctx)
     checked = Checked(left.upload, float(left.length)) if sent is left.upload else None
     return Result(left.state, sent, len(left.job.data.train), {**logs, **done}, read_scores(left.tallies), checked)
 
 
 @torch.no_grad()
-def encode_upload(
+def transform_upload(
     job: Job, ctx: Context, upload: State, kinds: Mapping[str, UploadKind]
 ) -> tuple[State, Mapping[str, float]]:
-    """The upload as it is sent, and what its transforms say of it."""
+    """What transforms make of the upload, not encoded yet, and what they log."""
     crossing = Crossing(ctx, kinds, job.method.origin(ctx))
-    changed = to_wire(make_transforms(job.config.transforms), upload, crossing)
-    return job.method.encode(changed, ctx), crossing.logs
+    return to_wire(make_transforms(job.config.transforms), upload, crossing), crossing.logs
 
 
 def copy_stored(client: Client, job: Job, ctx: Context) -> State:
