@@ -183,8 +183,9 @@ class CudaGraphs(Engine):
             done += len(group)
 
     def _note_size(self, answers: Iterable[State]) -> None:
-        """How much of the device an answer takes."""
-        self.answer_size = max(1, self.answer_size or 0, max(map(size, answers), default=0))
+        """How much of the device an answer takes, once there is one."""
+        for answer in answers:
+            self.answer_size = max(1, self.answer_size or 0, size(answer))
 
     def _all(
         self,
