@@ -1,4 +1,4 @@
-"""Transforms: what they make of an upload, by hand; what is refused; the same bits wherever and whenever clients run."""
+"""Transforms: what they make of an upload, by hand; what is refused; the same bits wherever clients run."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ import fedprism as fp
 from fedprism import api
 from fedprism.aggregators import AGGREGATORS
 from fedprism.cli import app
+from fedprism.config import Config, ModelConfig, structure
 from fedprism.conformance.spies import Reversed
-from fedprism.config import Config, ModelConfig, Named, structure
 from fedprism.engines.cuda.engine import CudaGraphs
 from fedprism.engines.inprocess import InProcess
 from fedprism.engines.numerics import numerics
-from fedprism.engines.processes.engine import Processes
 from fedprism.engines.processes.handle import Pool, end_all
 from fedprism.errors import ConfigError
 from fedprism.explain import Traffic, traffic
 from fedprism.federation import Federation
-from fedprism.methods import METHODS, make
+from fedprism.methods import METHODS
 from fedprism.methods.base import Context, Method, State, UploadKind
 from fedprism.methods.fedkd import FedKD
 from fedprism.records import RunDirectory, read_run
@@ -262,7 +261,7 @@ def test_an_update_of_nothing_has_no_error() -> None:
 
 @pytest.mark.parametrize(("bits", "bucket"), [(8, 512), (8, 7), (4, 512), (4, 100_000)])
 def test_the_bytes_that_are_recorded_are_those_that_are_sent(bits: int, bucket: int, unequal: Federation) -> None:
-    """A byte, or half of one, per number and a scale of four bytes per bucket; nothing else, as the shapes are known."""
+    """A byte, or half of one, per number and four bytes per bucket; nothing else, as the shapes are known."""
     settings = config_of(model=MLP, transforms=[{"name": "quantize", "bits": bits, "bucket": bucket}])
     _, seen = run(fp.FedAvg(), settings, unequal)
     expected = sum((n if bits == 8 else (n + 1) // 2) + 4 * math.ceil(n / bucket) for n in LEAVES)
@@ -522,6 +521,7 @@ def spare() -> Iterator[Pool]:
 
 def spoilt(method: Method, **sections: Any) -> Config:
     """Two rounds in which clients are absent or drop out, and in which one sends what is not a number."""
+    transforms = sections.pop("transforms", [])
     spoils = [{"name": "tests-spoils", "who": VICTIM, "kinds": ["weights", "factors", "prototype"]}]
     return structure(
         {
@@ -529,7 +529,7 @@ def spoilt(method: Method, **sections: Any) -> Config:
             "train": {"rounds": 2, "batch_size": 12},
             "clients": {"participation": 0.8, "dropout": 0.5},
             "evaluate": {"splits": ["test"]},
-            "transforms": [] if method.id == "local" else [*spoils, *sections.pop("transforms", [])],
+            "transforms": [] if method.id == "local" else [*spoils, *transforms],
             **sections,
         },
         Config,
@@ -575,6 +575,15 @@ SUMMING = [name for name, cls in METHODS.items() if not cls().needs_all_uploads 
 def test_every_engine_agrees_on_aggregators(aggregator: str, name: str, six: Federation, spare: Pool) -> None:
     method = METHODS[name]()
     assert_every_engine_agrees(method, spoilt(method, server={"aggregator": aggregator}), six, spare, (2,))
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedkd"])
+def test_a_transform_that_spoils_one_upload_is_that_clients_failure(name: str, six: Federation) -> None:
+    """Before it is encoded: FedKD cannot factorise what is not a number."""
+    _, seen = run(METHODS[name](), spoilt(METHODS[name]()), six)
+    reason = seen.records[1].failed[VICTIM]
+    assert reason.endswith("is not finite after the transforms")
+    assert len(seen.records[1].up) == 3
 
 
 def test_some_updates_are_clipped_and_some_are_not(six: Federation) -> None:
@@ -703,6 +712,12 @@ def test_a_name_of_a_transform_finds_it_again() -> None:
     assert TRANSFORMS.named(Quantize()).name == "quantize"
     assert TRANSFORMS.named(Adds()).name == f"{__name__}:Adds"
 
+    @dataclass(frozen=True)
+    class Here(Transform):
+        pass
+
+    assert TRANSFORMS.named(Here()).name.startswith("session:"), "no name finds it"
+
 
 # --- before a run ----------------------------------------------------------------------------------------------------
 
@@ -731,13 +746,3 @@ def test_the_command_line_explains_and_lists_them() -> None:
     assert all(f"{name} {cls.__doc__}" in listed for name, cls in (("clip_norm", ClipNorm), ("quantize", Quantize)))
     listed = said("list", "aggregators")
     assert all(f"{name} {cls.__doc__}" in listed for name, cls in AGGREGATORS.items())
-
-
-def test_a_transform_that_a_script_defines_in_a_function_is_a_session_one() -> None:
-    @dataclass(frozen=True)
-    class Here(Transform):
-        pass
-
-    assert TRANSFORMS.named(Here()).name.startswith("session:")
-    assert make(Named("fedavg")) == fp.FedAvg()
-    assert issubclass(Borrowed, Processes)
