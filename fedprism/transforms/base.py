@@ -45,8 +45,11 @@ class Crossing:
 
     def add_origin(self, update: State) -> State:
         """The inverse of `update`."""
-        origin = {n: t for n, t in self.origin.items() if n in update and t.shape == update[n].shape}
-        return {n: origin[n] + t if n in origin else t for n, t in update.items()}
+        return {n: self.origin[n] + t if self.known(n, t.shape) else t for n, t in update.items()}
+
+    def known(self, name: str, shape: Sequence[int]) -> bool:
+        """Is a leaf of this shape an update of a leaf that both ends have?"""
+        return name in self.origin and self.origin[name].shape == torch.Size(shape)
 
     def rng(self, purpose: str, like: Tensor) -> torch.Generator:
         """A generator keyed by seed, round, client, transform and purpose, on the device of `like`."""

@@ -50,7 +50,7 @@ class Quantize(Transform):
             codes, scales = self.rounded(u.detach().flatten(), crossing.rng(name, u))
             sent |= {name + CODES: self.packed(codes), name + SCALES: scales}
             errors[name] = self.values(codes, scales) - u.detach().flatten()
-            if name not in crossing.origin:  # then the server does not know its shape
+            if not crossing.known(name, u.shape):  # then the server does not know its shape
                 sent[name + SHAPE] = torch.tensor(u.shape, dtype=torch.int64, device=u.device)
         crossing.log("quantize/bytes", size(sent) / max(1, size(chosen)))
         crossing.log("quantize/error", float(length(errors)) / max(float(length(update)), 1e-300))
@@ -60,7 +60,7 @@ class Quantize(Transform):
         upload = {name: tensor for name, tensor in sent.items() if not name.endswith((CODES, SCALES, SHAPE))}
         for name in [name.removesuffix(CODES) for name in sent if name.endswith(CODES)]:
             codes, scales = sent[name + CODES], sent[name + SCALES]
-            shape = crossing.origin[name].shape if name in crossing.origin else sent[name + SHAPE].tolist()
+            shape = sent[name + SHAPE].tolist() if name + SHAPE in sent else crossing.origin[name].shape
             self._check(name, codes, scales, math.prod(shape))
             update = {name: self.values(self.unpacked(codes, math.prod(shape)), scales).view(shape)}
             upload |= crossing.add_origin(update)
