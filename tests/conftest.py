@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from fedprism.engines.processes.handle import Pool, end_all
 from fedprism.federation import Federation, make_federation
 from tests.download_server import Server, serve
 from tests.harness import cut
@@ -45,6 +47,14 @@ def tiny() -> Federation:
 def unequal(tiny: Federation) -> Federation:
     """40, 25 and 10 training images, so that weighting by samples and uniform weighting differ."""
     return cut(tiny, (40, 25, 10))
+
+
+@pytest.fixture(scope="session")
+def spare() -> Iterator[Pool]:
+    """Worker processes that no engine has at the moment (`Borrowed` in test_processes.py)."""
+    pool: Pool = []
+    yield pool
+    end_all(pool, os.getpid())
 
 
 @pytest.fixture

@@ -22,8 +22,7 @@ from fedprism.engines import EngineFactory
 from fedprism.engines.cuda import engine as cuda_engine
 from fedprism.engines.cuda.engine import CudaGraphs
 from fedprism.engines.inprocess import InProcess
-from fedprism.engines.processes.engine import Processes
-from fedprism.engines.processes.handle import end_all
+from fedprism.engines.processes.handle import Pool
 from fedprism.engines.queue import ClientQueue
 from fedprism.federation import Federation
 from fedprism.methods import METHODS
@@ -33,6 +32,7 @@ from fedprism.round.client import make_info
 from fedprism.round.engine import Failure, Request, Result
 from fedprism.round.loop import Loop, in_order
 from tests.harness import CPU, MLP, Collect, config_of, cut, engine_run, loop_for, same
+from tests.test_processes import Borrowed
 
 pytestmark = pytest.mark.full
 
@@ -221,31 +221,39 @@ class Counted:
             del answer
 
 
-def most_alive(engine: type[InProcess] | type[Processes], method: Method, federation: Federation, **run: Any) -> int:
-    counted = Counted()
+SHORT = {"model": MLP, "train": {"rounds": 1}}
 
-    class Watched(engine):  # type: ignore[misc, valid-type]
+
+def most_alive(method: Method, federation: Federation, workers: int = 0, spare: Pool | None = None) -> int:
+    """The most uploads at a time in a round, in this process or with so many workers."""
+    counted, settings = Counted(), config_of(**SHORT)
+    info = make_info(settings, federation.names, federation.classes, federation.shape)
+
+    class Here(InProcess):
         def train(self, round: int, requests: Mapping[str, Request]) -> Iterator[tuple[str, Result | Failure]]:
             return counted.watch(super().train(round, requests))
 
-    loop = loop_with(Watched, method, config_of(model=MLP, train={"rounds": 1}, run=run), federation)
-    loop.run([])
-    if isinstance(loop.engine, Processes):
-        end_all(loop.engine.pool, os.getpid())
+    class There(Borrowed):
+        def train(self, round: int, requests: Mapping[str, Request]) -> Iterator[tuple[str, Result | Failure]]:
+            return counted.watch(super().train(round, requests))
+
+    here = Here(method, settings, info, federation, CPU)
+    engine = here if spare is None else There.of(spare, workers, method, settings, federation)
+    assert loop_for(method, settings, federation, engine).run([]) == "finished"
     assert len(counted.alive) == 30
     return max(counted.alive)
 
 
 def test_few_uploads_are_in_memory_at_a_time(thirty: Federation) -> None:
     """One that is added, one that is there already; all thirty where the method needs them together."""
-    assert most_alive(InProcess, fp.FedAvg(), thirty) <= 3
-    assert most_alive(InProcess, AllAtOnce(), thirty) == 30
+    assert most_alive(fp.FedAvg(), thirty) <= 3
+    assert most_alive(AllAtOnce(), thirty) == 30
 
 
 @pytest.mark.skipif(os.name != "posix", reason="worker processes need Linux or macOS")
-def test_workers_answer_within_their_window(thirty: Federation) -> None:
+def test_workers_answer_within_their_window(thirty: Federation, spare: Pool) -> None:
     """Two workers with two clients each, and one answer that has just been read."""
-    assert most_alive(Processes, fp.FedAvg(), thirty, workers=2) <= 5
+    assert most_alive(fp.FedAvg(), thirty, 2, spare) <= 5
 
 
 @dataclass(frozen=True)

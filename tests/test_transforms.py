@@ -26,7 +26,7 @@ from fedprism.conformance.spies import Reversed
 from fedprism.engines.cuda.engine import CudaGraphs
 from fedprism.engines.inprocess import InProcess
 from fedprism.engines.numerics import numerics
-from fedprism.engines.processes.handle import Pool, end_all
+from fedprism.engines.processes.handle import Pool
 from fedprism.errors import ConfigError
 from fedprism.explain import Traffic, traffic
 from fedprism.federation import Federation
@@ -509,14 +509,6 @@ class Spoils(Transform):
 @pytest.fixture(scope="module")
 def six() -> Federation:
     return fp.make_federation("digits-skew", clients=6, seed=0, samples=24, split={"validation": 0.02, "test": 0.05})
-
-
-@pytest.fixture(scope="module")
-def spare() -> Iterator[Pool]:
-    """Workers that no engine has at the moment."""
-    pool: Pool = []
-    yield pool
-    end_all(pool, os.getpid())
 
 
 def spoilt(method: Method, **sections: Any) -> Config:
