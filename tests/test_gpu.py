@@ -18,8 +18,9 @@ from fedprism.methods import METHODS
 from fedprism.methods.states import not_finite
 from fedprism.methods.subspaces import Subspace, overlap
 from fedprism.models.conv import Conv2d
+from fedprism.records import RunDirectory
 from fedprism.round.events import Callback, Snapshot
-from tests.harness import PARTS_OF_TENSORS, compiled_and_plain
+from tests.harness import PARTS_OF_TENSORS, SIX, compiled_and_plain, same
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 RAW = {
@@ -110,6 +111,59 @@ def test_states_and_data_that_do_not_fit_are_fetched_from_the_host(
     expected = metrics(with_run(raw, engine="cuda-graphs"), tmp_path / "fits")
     monkeypatch.setattr(cuda_engine, "SHARE", 0.0)
     assert metrics(with_run(raw, engine="cuda-graphs"), tmp_path / "does not fit") == expected
+
+
+CHANGED = {  # the bound is short enough that many updates are clipped
+    "transforms": [{"name": "clip_norm", "max": 0.5}, {"name": "quantize", "bits": 8}],
+    "clients": {"dropout": 0.5},
+}
+
+
+def ended(raw: dict[str, Any], path: Path) -> tuple[bytes, dict[str, torch.Tensor], float | None]:
+    """The records, the server's last state, and the usual length of an update."""
+    found = metrics(raw, path)
+    with RunDirectory.open(path) as directory:
+        snapshot = directory.latest()
+    assert snapshot is not None
+    return found, snapshot.server, snapshot.usual_length
+
+
+def assert_ended_alike(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
+    assert one[0] == other[0]
+    assert same(one[1], other[1])
+    assert one[2] == other[2]
+
+
+@pytest.mark.parametrize("method", SIX)
+def test_transforms_give_the_bits_of_the_reference(method: str, tmp_path: Path) -> None:
+    """Clipped, quantised with keyed noise on the device, and some clients drop out."""
+    raw = {**RAW, "method": method, "train": TWO_EPOCHS, "data": FIVE, **CHANGED}
+    expected = ended(with_run(raw, engine="inprocess"), tmp_path / "reference")
+    for slots in (1, 5):
+        found = ended(with_run(raw, engine="cuda-graphs", slots=slots), tmp_path / f"{slots}")
+        assert_ended_alike(found, expected)
+
+
+@pytest.mark.parametrize("changed", [{}, CHANGED], ids=["plain", "transforms"])
+@pytest.mark.parametrize("method", SIX)
+def test_groups_of_clients_give_the_bits_of_the_reference(
+    method: str, changed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that holds the answers of two clients: five go as two, two and one."""
+    raw = {**RAW, "method": method, "train": TWO_EPOCHS, "data": FIVE, **changed}
+    expected = ended(with_run(raw, engine="inprocess"), tmp_path / "reference")
+    monkeypatch.setattr(cuda_engine, "MAX_SLOTS", 1)
+    monkeypatch.setattr(cuda_engine, "SHARE", 0.0)
+    groups, all_of_them = list[int](), cuda_engine.CudaGraphs._all
+
+    def counted(engine: Any, work: Any, read: Any, round: int, requests: Any, *place: Any) -> Any:
+        groups.extend([len(requests)] if place else [])
+        return all_of_them(engine, work, read, round, requests, *place)
+
+    monkeypatch.setattr(cuda_engine.CudaGraphs, "_all", counted)
+    assert_ended_alike(ended(with_run(raw, engine="cuda-graphs"), tmp_path / "groups"), expected)
+    assert max(groups) == 2
+    assert changed or groups == [2, 2, 1] * 3
 
 
 def test_out_of_memory_lowers_the_number_of_slots(tmp_path: Path) -> None:

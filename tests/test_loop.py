@@ -14,7 +14,7 @@ from fedprism.config import Config, structure
 from fedprism.engines.inprocess import InProcess
 from fedprism.errors import ConfigError, FedprismError
 from fedprism.federation import ClientData, Federation, Split, base, make_federation
-from fedprism.methods.base import Client, Context, Method, Net, Pass, State
+from fedprism.methods.base import Client, Context, Method, Net, Pass, State, UploadKind
 from fedprism.methods.ditto import Ditto
 from fedprism.methods.fedavg import FedAvg
 from fedprism.methods.fedbn import FedBN
@@ -24,7 +24,7 @@ from fedprism.methods.lg_fedavg import LGFedAvg
 from fedprism.methods.local import Local
 from fedprism.methods.states import not_finite
 from fedprism.round.client import make_info
-from fedprism.round.engine import Failure, Result
+from fedprism.round.engine import Checked, Failure, Result
 from fedprism.round.loop import draw_cohort, drop_outs
 from fedprism.round.server import accept
 from fedprism.schedules import learning_rate
@@ -246,7 +246,8 @@ def test_a_learning_rate_that_explodes_is_diverged(three: Federation) -> None:
     for method in (FedAvg(), Local()):
         loop, seen, status = run(method, settings, three)
         assert status == "diverged"
-        assert "not finite" in seen.records[-1].failed["plain"]
+        reason = seen.records[-1].failed["plain"]
+        assert "not finite after local training" in reason or "far from what is usual" in reason
         assert all(t.isfinite().all() for t in loop.server.values())
 
 
@@ -261,14 +262,18 @@ def test_uploads_are_accepted_or_refused_by_hand() -> None:
         "double": {**good, "w": torch.ones(2, dtype=torch.float64)},
         "not a number": {"w": torch.tensor([1.0, float("nan")]), "n": torch.tensor(float("nan"))},
     }
-    ctx = Context(0, 1, info_of(1), config().train, 0.05, "samples")
-    declared = {"w": "weights", "n": "scalar"}
+    download = {"w": torch.tensor([0.5, 1.0])}
+    ctx = Context(0, 1, info_of(1), config().train, 0.05, "samples", "c000", download=download)
+    declared: dict[str, UploadKind] = {"w": "weights", "n": "scalar"}
 
-    def accepted(upload: State, **more: Any) -> State | Failure:
-        return accept(FedAvg(), Result({}, upload, 1, {}, {}, **more), declared, server, ctx)
+    def accepted(upload: State, limit: float = 1.0, **more: Any) -> Checked | Failure:
+        return accept(FedAvg(), (), Result({}, upload, 1, {}, {}, **more), declared, server, ctx, limit)
 
     answers = {name: accepted(upload) for name, upload in given.items()}
-    assert answers.pop("good") is good
+    found = answers.pop("good")
+    assert isinstance(found, Checked)
+    assert found.upload is good
+    assert found.length == 0.5, "(1, 1) from (0.5, 1); the scalar is not measured"
     assert answers == {
         "infinite": Failure("n in its upload is not finite", non_finite=True),
         "wide": Failure("n in its upload is torch.float32 of shape (3,), expected torch.float32 of shape ()"),
@@ -278,9 +283,14 @@ def test_uploads_are_accepted_or_refused_by_hand() -> None:
     }
     # What the client's own check has seen is not looked through again, but must still be of the declared kinds.
     nan, short = given["not a number"], given["short"]
-    assert accepted(nan, checked=nan) is nan
-    assert accepted(nan, checked=dict(nan)) == answers["not a number"]
-    assert accepted(short, checked=short) == answers["short"]
+    assert accepted(nan, checked=Checked(nan, 0.1)) == Checked(nan, 0.1)
+    assert accepted(nan, checked=Checked(dict(nan), 0.1)) == answers["not a number"]
+    assert accepted(short, checked=Checked(short, 0.1)) == answers["short"]
+    # An update that is longer than the limit is refused, whoever has measured it.
+    far = Failure("its update has length 0.5, far from what is usual: the limit is 0.49", non_finite=True)
+    assert accepted(good, 0.5) == found
+    assert accepted(good, 0.49) == far
+    assert accepted(good, 0.49, checked=Checked(good, 0.5)) == far
 
 
 @dataclass(frozen=True)
