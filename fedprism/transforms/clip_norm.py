@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -29,10 +30,14 @@ class ClipNorm(Transform):
     def client(self, upload: State, crossing: Crossing) -> State:
         chosen = crossing.chosen(upload, self.kinds)
         update = crossing.update(chosen)
-        found = float(length(update))
+        found, unit = float(length(update)), 1.0
+        if math.isinf(found):  # a square has overflowed: measured in units of the largest number
+            unit = max(float(u.abs().max()) for u in update.values() if u.numel())
+            update = dict(zip(update, torch._foreach_div(list(update.values()), unit), strict=True))
+            found = unit * float(length(update))
         crossing.log("clip_norm/length", found)
         crossing.log("clip_norm/clipped", float(found > self.max))
         if found <= self.max:  # bit by bit what it was
             return upload
-        shorter = torch._foreach_mul(list(update.values()), self.max / found)
+        shorter = torch._foreach_mul(list(update.values()), self.max / (found / unit))
         return {**upload, **crossing.add_origin(dict(zip(update, shorter, strict=True)))}
