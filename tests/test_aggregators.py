@@ -23,7 +23,7 @@ from fedprism.methods import METHODS
 from fedprism.methods.base import Context, Method, State, UploadKind
 from fedprism.methods.states import update_length
 from fedprism.planning import resolve
-from fedprism.round.engine import Checked
+from fedprism.round.engine import Result
 from fedprism.round.loop import Loop
 from fedprism.round.server import Gathering
 from tests.harness import MLP, Collect, config_of, loop_for, same
@@ -162,13 +162,13 @@ def gathered(method: Method, name: str, federation: Federation, uploads: Mapping
     loop = loop_for(method, config_of(model=MLP, server={"aggregator": name}), federation)
     ctx = loop.context(0)
     asked = {client_id: len(federation.clients[client_id].train) for client_id in federation.names}
-    gathering = Gathering(method, loop.aggregator, loop.server, ctx, asked)
+    gathering = Gathering(method, (), loop.aggregator, loop.server, ctx, asked, None)
     for client_id, upload in uploads.items():
-        kinds = loop.declared(client_id, 0)
         own = ctx.replace(client_id=client_id, download=loop.download(client_id, ctx))
-        origin = method.origin(own)
-        gathering.reserve(upload)
-        gathering.add(client_id, Checked(upload, float(update_length(upload, origin, kinds))), kinds, origin)
+        answer = Result({}, upload, asked[client_id], {}, {})
+        sent = gathering.check(client_id, answer, loop.declared(client_id, 0), own)
+        assert isinstance(sent, Sent)
+        gathering.add(client_id, sent)
     return loop.aggregate(gathering), loop
 
 

@@ -343,6 +343,30 @@ def test_what_is_no_upload_is_refused_if_a_method_makes_it(
     assert loop.states[VICTIM] is None
 
 
+@pytest.mark.parametrize("engine", [InProcess, CudaGraphs])
+def test_what_runs_away_is_refused_if_a_client_makes_it(
+    engine: type[InProcess] | type[CudaGraphs], tiny: Federation
+) -> None:
+    """The client itself has found every number finite, and its length. A bound on the length lets it go on."""
+    info = make_info(config_of(model=MLP), tiny.names, tiny.classes, tiny.shape)
+    for transforms in ([], ["clip_norm"]):
+        settings = config_of(model=MLP, transforms=transforms)
+        loop, seen = loop_for(RunsAway(), settings, tiny, engine(RunsAway(), settings, info, tiny, CPU)), Collect()
+        loop.run([seen])
+        if not transforms:
+            assert_refused(seen, "its update has length inf, far from what is usual: the limit is ")
+        else:
+            assert not any(record.failed for record in seen.records)
+            assert all(record.logs[VICTIM]["clip_norm/length"] > 1e38 for record in seen.records[1:])
+
+
+@dataclass(frozen=True)
+class RunsAway(fp.FedAvg):
+    def upload(self, client: Client, ctx: Context) -> State:
+        upload = super().upload(client, ctx)
+        return enormous(upload, upload) if ctx.client_id == VICTIM else upload
+
+
 def test_what_is_no_upload_is_refused_if_a_worker_makes_it(tiny: Federation, spare: Pool) -> None:
     settings = config_of(model=MLP, train={"rounds": 1})
     for what in ("nothing", "sparse", "double"):

@@ -103,6 +103,22 @@ def test_an_update_that_is_not_longer_is_untouched(bound: float) -> None:
     assert found.logs["clip_norm/clipped"] == 0.0
 
 
+def test_an_update_whose_squares_overflow_is_clipped_as_any_other() -> None:
+    """(3, 4) 1e30 and 12e30 are 13e30 long: to be 13 long, it becomes (3, 4) and 12, and not nothing."""
+    origin = {"a": torch.zeros(2), "b": torch.ones(1), "e": torch.empty(0)}
+    upload = {"a": torch.tensor([3e30, -4e30]), "b": torch.tensor([12e30]), "e": torch.empty(0)}
+    found = crossing(dict.fromkeys(origin, "weights"), origin)
+    clipped = ClipNorm(max=13.0).client(upload, found)
+    torch.testing.assert_close(
+        clipped, {"a": torch.tensor([3.0, -4.0]), "b": torch.tensor([13.0]), "e": torch.empty(0)}
+    )
+    assert found.logs["clip_norm/length"] == pytest.approx(13e30)
+    # What is not even finite as an update is not made finite: the server refuses it.
+    opposite = {"a": torch.full((2,), -3e38)}
+    spoilt = ClipNorm(max=1.0).client({"a": torch.full((2,), 3e38)}, crossing({"a": "weights"}, opposite))
+    assert not spoilt["a"].isfinite().any()
+
+
 def test_statistics_and_scalars_are_neither_measured_nor_changed() -> None:
     origin = {"w": torch.zeros(1), "mean": torch.zeros(1), "count": torch.tensor(1)}
     upload = {
