@@ -21,9 +21,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-LIMIT = 12 * 2**30  # bytes of private memory
+LIMIT = 12 * 10**9  # bytes of private memory
 POINTS = ((20, 20), (500, 20), (100, 100), (500, 500))  # clients and participants
-MOST_BEFORE = {"resnet18": 100}  # clients; the tree before would need more than `LIMIT` for 500
+NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "MemoryError")
+MOST_BEFORE = {"resnet18": 100}  # clients in the tree before; it would need far more than `LIMIT` for 500
 
 
 def measure(model: str, engine: str, clients: int, participants: int) -> None:
@@ -62,13 +63,17 @@ def measure(model: str, engine: str, clients: int, participants: int) -> None:
 
 
 def point(tree: Path | None, given: list[str]) -> dict[str, Any]:
-    """The figures of one point, of this tree or of another."""
+    """The figures of one point, of this tree or of another; none where `LIMIT` was not enough."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if tree is not None:
         paths = [str(tree.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
     command = [sys.executable, __file__, "--point", *given]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode and any(words in done.stderr for words in NO_MEMORY):
+        return {}
+    if done.returncode:
+        raise SystemExit(done.stderr)
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -76,6 +81,8 @@ def megabytes(found: dict[str, Any] | None) -> str:
     """The peak, and what it is the sum of: the parent and its workers."""
     if found is None:
         return "not run"
+    if not found:
+        return f"more than {LIMIT / 1e6:,.0f}"
     parts = [f"{peak / 1e6:,.0f}" for peak in found["peaks"]]
     return parts[0] if len(parts) == 1 else f"{sum(found['peaks']) / 1e6:,.0f} ({' + '.join(parts)})"
 
