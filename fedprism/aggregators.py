@@ -17,7 +17,7 @@ from torch import Tensor
 from fedprism.config import Named, positive, setting
 from fedprism.errors import ConfigError
 from fedprism.methods.base import Method, State, average
-from fedprism.methods.states import measured, update_of
+from fedprism.methods.states import length, update_of
 from fedprism.plugins import Plugins
 
 
@@ -116,27 +116,30 @@ class NormBounded(Aggregator):
     id = "norm_bounded"
     idea = (
         "Norm bounding (Sun et al., Can You Really Backdoor Federated Learning?, 2019): an update u becomes "
-        "u min(1, max / |u|) before the weighted mean."
+        "u min(1, max / |u|) before the weighted mean. Weights and buffers are bounded each by itself: statistics of "
+        "batch norm move further than weights, and would hide a long update of these."
     )
 
     max: float | None = setting(
-        None, "maximum length of an update; null: the median length of the round", positive, "above 0"
+        None, "maximum length of an update, per kind of leaf; null: the median length of the round", positive, "above 0"
     )
 
     def aggregate(self, uploads: Sequence[Sent]) -> State:
-        bound = statistics.median(each.length for each in uploads) if self.max is None else self.max
-        return average([_bounded(each, bound) for each in uploads], [each.weight for each in uploads])
+        states = [dict(each.state) for each in uploads]
+        for kind in dict.fromkeys(kind for each in uploads for kind in each.kinds.values() if kind != "scalar"):
+            lengths = [float(length(_update(each, kind))) for each in uploads]
+            bound = statistics.median(lengths) if self.max is None else self.max
+            for state, each, found in zip(states, uploads, lengths, strict=True):
+                if found > bound:
+                    update = {name: u * (bound / found) for name, u in _update(each, kind).items()}
+                    state |= {n: each.origin[n] + u if n in each.origin else u for n, u in update.items()}
+        return average(states, [each.weight for each in uploads])
 
 
-def _bounded(sent: Sent, bound: float) -> State:
-    """The upload with its update scaled down to this length, counters aside."""
-    if sent.length <= bound:
-        return sent.state
-    update, share = update_of(measured(sent.state, sent.kinds), sent.origin), bound / sent.length
-    return {
-        **sent.state,
-        **{n: sent.origin[n] + share * u if n in sent.origin else share * u for n, u in update.items()},
-    }
+def _update(sent: Sent, kind: str) -> State:
+    """The update that the floating leaves of a kind make."""
+    leaves = {n: t for n, t in sent.state.items() if sent.kinds.get(n) == kind and t.is_floating_point()}
+    return update_of(leaves, sent.origin)
 
 
 def _by_leaf(uploads: Sequence[Sent], one: Callable[[Tensor], Tensor]) -> State:

@@ -106,17 +106,19 @@ def test_mean(count: int) -> None:
 @pytest.mark.parametrize("bound", [None, 0.5, 5.0, 1e9])
 @pytest.mark.parametrize("count", [1, 4, 7])
 def test_norm_bounded(count: int, bound: float | None) -> None:
-    """Statistics are part of the update: measured and scaled. Scalars and counters are neither."""
+    """Weights together, and statistics by themselves. Scalars and counters are neither measured nor scaled."""
     sent = uploads_of(count)
     origin = {n: t.numpy().astype(np.float64) for n, t in sent[0].origin.items()}
-    updates = {n: values - origin[n] for n, values in rows(sent).items() if n in origin}
-    lengths = np.sqrt(sum((u**2).reshape(count, -1).sum(1) for u in updates.values()))
-    most = np.median(lengths) if bound is None else bound
-    share, weights = np.minimum(1, most / lengths), np.array([each.weight for each in sent])
+    weights = np.array([each.weight for each in sent])
     expected = {n: np.tensordot(weights, values, 1) for n, values in rows(sent).items()}
-    expected |= {n: origin[n] + np.tensordot(weights * share, u, 1) for n, u in updates.items()}
+    for names in (("w", "b"), ("mean",)):
+        updates = {n: rows(sent)[n] - origin[n] for n in names}
+        lengths = np.sqrt(sum((u**2).reshape(count, -1).sum(1) for u in updates.values()))
+        most = np.median(lengths) if bound is None else bound
+        share = np.minimum(1, most / lengths)
+        expected |= {n: origin[n] + np.tensordot(weights * share, u, 1) for n, u in updates.items()}
+        assert count == 1 or bound == 5.0 or (share < 1).any() == (bound != 1e9)
     assert_is(NormBounded(max=bound).aggregate(sent), expected, sent[0].state)
-    assert count == 1 or (share < 1).any() == (bound != 1e9)
 
 
 def test_a_bound_by_hand() -> None:
