@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -30,14 +29,10 @@ class ClipNorm(Transform):
     def client(self, upload: State, crossing: Crossing) -> State:
         chosen = crossing.chosen(upload, self.kinds)
         update = crossing.update(chosen)
-        found, unit = float(length(update)), 1.0
-        if math.isinf(found):  # a square has overflowed: measured in units of the largest number
-            unit = max(float(u.abs().max()) for u in update.values() if u.numel())
-            update = dict(zip(update, torch._foreach_div(list(update.values()), unit), strict=True))
-            found = unit * float(length(update))
+        found = float(length({name: u.double() for name, u in update.items()}))  # squares may overflow in float32
         crossing.log("clip_norm/length", found)
         crossing.log("clip_norm/clipped", float(found > self.max))
         if found <= self.max:  # bit by bit what it was
             return upload
-        shorter = torch._foreach_mul(list(update.values()), self.max / (found / unit))
+        shorter = torch._foreach_mul(list(update.values()), self.max / found)
         return {**upload, **crossing.add_origin(dict(zip(update, shorter, strict=True)))}
