@@ -26,7 +26,7 @@ import torch
 import fedprism as fp
 from fedprism.methods.base import State
 from fedprism.records import Protocol, outcome
-from fedprism.transforms.base import Crossing, Transform
+from fedprism.transforms.base import UploadContext, Transform
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "digits-skew.yaml"
 ATTACKER = "plain-1"
@@ -51,21 +51,21 @@ class Attack(Transform):
     )
     scale: float = fp.setting(1.0, "strength of the attack")
 
-    def client(self, upload: State, crossing: Crossing) -> State:
-        if self.client_id not in crossing.ctx.info.clients:
+    def client(self, upload: State, context: UploadContext) -> State:
+        if self.client_id not in context.ctx.info.clients:
             raise fp.ConfigError(f"there is no client {self.client_id!r} that could attack.")
-        if crossing.ctx.client_id != self.client_id:
+        if context.ctx.client_id != self.client_id:
             return upload
-        chosen = crossing.chosen(upload, self.kinds)
+        chosen = context.chosen(upload, self.kinds)
         if self.how == "constant":
             return {**upload, **{name: torch.full_like(tensor, self.scale) for name, tensor in chosen.items()}}
-        update = crossing.update(chosen)
+        update = context.update(chosen)
         if self.how == "flip":
             bad = {name: -self.scale * u for name, u in update.items()}
         else:
-            noise = {n: u.new_empty(u.shape).normal_(generator=crossing.rng(n, u)) for n, u in update.items()}
+            noise = {n: u.new_empty(u.shape).normal_(generator=context.rng(n, u)) for n, u in update.items()}
             bad = {name: self.scale * n for name, n in noise.items()}
-        return {**upload, **crossing.add_origin(bad)}
+        return {**upload, **context.add_origin(bad)}
 
 
 def run(method: str, aggregator: str, attack: str | None, seed: int, rounds: int | None, out: Path) -> fp.Run:

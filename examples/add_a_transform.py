@@ -13,7 +13,7 @@ import torch
 import fedprism as fp
 from fedprism.config import setting
 from fedprism.methods.base import State
-from fedprism.transforms.base import MARK, Crossing, Transform
+from fedprism.transforms.base import MARK, UploadContext, Transform
 
 VALUES, PLACES = f"{MARK}values", f"{MARK}places"  # what is sent of a leaf
 
@@ -26,23 +26,23 @@ class TopK(Transform):
 
     share: float = setting(0.1, "share of the values that are sent", lambda v: 0 < v <= 1, "above 0 to 1")
 
-    def client(self, upload: State, crossing: Crossing) -> State:
-        chosen = {n: t for n, t in crossing.chosen(upload, self.kinds).items() if n in crossing.origin}
+    def client(self, upload: State, context: UploadContext) -> State:
+        chosen = {n: t for n, t in context.chosen(upload, self.kinds).items() if n in context.origin}
         sent, whole, kept = {n: t for n, t in upload.items() if n not in chosen}, 0.0, 0.0
-        for name, update in crossing.update(chosen).items():
+        for name, update in context.update(chosen).items():
             flat = update.flatten()
             places = flat.abs().topk(max(1, round(self.share * len(flat)))).indices
             sent |= {name + VALUES: flat[places], name + PLACES: places.to(torch.int32)}
             whole, kept = whole + float(flat.square().sum()), kept + float(flat[places].square().sum())
-        crossing.log("topk/kept", kept / max(whole, 1e-30))
+        context.log("topk/kept", kept / max(whole, 1e-30))
         return sent
 
-    def server(self, sent: State, crossing: Crossing) -> State:
+    def server(self, sent: State, context: UploadContext) -> State:
         upload = {n: t for n, t in sent.items() if not n.endswith((VALUES, PLACES))}
         for name in [n.removesuffix(VALUES) for n in sent if n.endswith(VALUES)]:
-            flat = crossing.origin[name].flatten().clone()
+            flat = context.origin[name].flatten().clone()
             flat.index_add_(0, sent[name + PLACES].long(), sent[name + VALUES])
-            upload[name] = flat.view_as(crossing.origin[name])
+            upload[name] = flat.view_as(context.origin[name])
         return upload
 
 

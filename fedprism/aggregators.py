@@ -22,7 +22,7 @@ from fedprism.plugins import Plugins
 
 
 @dataclass(frozen=True)
-class Sent:
+class AcceptedUpload:
     """One accepted upload, and what an aggregator may ask about it."""
 
     state: State
@@ -39,7 +39,7 @@ class Aggregator:
     id: ClassVar[str] = ""
     idea: ClassVar[str] = ""
 
-    def aggregate(self, uploads: Sequence[Sent]) -> State:
+    def aggregate(self, uploads: Sequence[AcceptedUpload]) -> State:
         """One state of all uploads, which have the same names. Changes no input in place."""
         return average([each.state for each in uploads], [each.weight for each in uploads])
 
@@ -88,7 +88,7 @@ class TrimmedMean(Aggregator):
         "0 to below 0.5",
     )
 
-    def aggregate(self, uploads: Sequence[Sent]) -> State:
+    def aggregate(self, uploads: Sequence[AcceptedUpload]) -> State:
         # A product such as 0.1 x 30 is a little more than 3; 9 digits are enough for a share.
         many = len(uploads)
         cut = min(-int(-round(self.trim * many, 9) // 1), (many - 1) // 2)
@@ -103,7 +103,7 @@ class Median(Aggregator):
     id = "median"
     idea = "Coordinate-wise median (Yin et al., ICML 2018); of an even number, the mean of the middle two."
 
-    def aggregate(self, uploads: Sequence[Sent]) -> State:
+    def aggregate(self, uploads: Sequence[AcceptedUpload]) -> State:
         cut = (len(uploads) - 1) // 2
         return _by_leaf(uploads, lambda rows: rows.sort(0).values[cut : len(uploads) - cut].mean(0))
 
@@ -124,7 +124,7 @@ class NormBounded(Aggregator):
         None, "maximum length of an update, per kind of leaf; null: the median length of the round", positive, "above 0"
     )
 
-    def aggregate(self, uploads: Sequence[Sent]) -> State:
+    def aggregate(self, uploads: Sequence[AcceptedUpload]) -> State:
         states = [dict(each.state) for each in uploads]
         for kind in dict.fromkeys(kind for each in uploads for kind in each.kinds.values() if kind != "scalar"):
             lengths = [float(length(_update(each, kind))) for each in uploads]
@@ -136,13 +136,13 @@ class NormBounded(Aggregator):
         return average(states, [each.weight for each in uploads])
 
 
-def _update(sent: Sent, kind: str) -> State:
+def _update(sent: AcceptedUpload, kind: str) -> State:
     """The update that the floating leaves of a kind make."""
     leaves = {n: t for n, t in sent.state.items() if sent.kinds.get(n) == kind and t.is_floating_point()}
     return update_of(leaves, sent.origin)
 
 
-def _by_leaf(uploads: Sequence[Sent], one: Callable[[Tensor], Tensor]) -> State:
+def _by_leaf(uploads: Sequence[AcceptedUpload], one: Callable[[Tensor], Tensor]) -> State:
     """A state whose every leaf is `one` of the rows `[uploads, ...]`; whole numbers in double precision."""
     merged = {}
     for name, first in uploads[0].state.items():

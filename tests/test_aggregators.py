@@ -15,7 +15,7 @@ import torch
 
 import fedprism as fp
 from fedprism import api
-from fedprism.aggregators import AGGREGATORS, Aggregator, Median, NormBounded, Sent, TrimmedMean, WeightedMean
+from fedprism.aggregators import AGGREGATORS, Aggregator, Median, NormBounded, AcceptedUpload, TrimmedMean, WeightedMean
 from fedprism.config import Config, Named, structure
 from fedprism.errors import ConfigError
 from fedprism.federation import Federation
@@ -25,7 +25,7 @@ from fedprism.methods.states import update_length
 from fedprism.planning import resolve
 from fedprism.round.engine import Result
 from fedprism.round.loop import Loop
-from fedprism.round.server import Gathering
+from fedprism.round.server import RoundUploads
 from tests.harness import MLP, Collect, config_of, loop_for, same
 
 Arrays = dict[str, np.ndarray[Any, Any]]  # leaf -> values `[uploads, ...]`
@@ -34,7 +34,7 @@ KINDS: dict[str, UploadKind] = {"w": "weights", "b": "weights", "mean": "buffers
 NEEDS_ALL = [name for name, cls in METHODS.items() if cls().needs_all_uploads]
 
 
-def uploads_of(count: int, seed: int = 0) -> list[Sent]:
+def uploads_of(count: int, seed: int = 0) -> list[AcceptedUpload]:
     """Random uploads with weights that differ, some of whose updates are long, and their download."""
     draw = torch.Generator().manual_seed(seed)
     origin = {"w": torch.randn(3, 4, generator=draw), "b": torch.randn(5, generator=draw), "mean": torch.zeros(2)}
@@ -45,11 +45,11 @@ def uploads_of(count: int, seed: int = 0) -> list[Sent]:
         state["count"] = torch.randint(-50, 2**40, (), generator=draw)
         state["s"] = torch.randn((), generator=draw)
         length = float(update_length(state, origin, KINDS))
-        sent.append(Sent(state, KINDS, origin, length, (place + 1) / (count * (count + 1) / 2)))
+        sent.append(AcceptedUpload(state, KINDS, origin, length, (place + 1) / (count * (count + 1) / 2)))
     return sent
 
 
-def rows(sent: Sequence[Sent]) -> Arrays:
+def rows(sent: Sequence[AcceptedUpload]) -> Arrays:
     """Leaf by leaf, in double precision."""
     return {n: np.stack([each.state[n].numpy() for each in sent]).astype(np.float64) for n in sent[0].state}
 
@@ -83,7 +83,9 @@ def test_trimmed_mean(trim: float, count: int) -> None:
 )
 def test_how_many_are_trimmed(trim: float, count: int, cut: int) -> None:
     """Of 0, 1, 4, 9, ... so many at each end are left out."""
-    sent = [Sent({"w": torch.tensor([float(i * i)])}, {"w": "weights"}, {}, 1.0, 1 / count) for i in range(count)]
+    sent = [
+        AcceptedUpload({"w": torch.tensor([float(i * i)])}, {"w": "weights"}, {}, 1.0, 1 / count) for i in range(count)
+    ]
     left = [i * i for i in range(count)][cut : count - cut]
     assert TrimmedMean(trim=trim).aggregate(sent)["w"].item() == pytest.approx(sum(left) / len(left))
 
@@ -125,8 +127,8 @@ def test_a_bound_by_hand() -> None:
     """Updates of 3 and 40 from 1, with weights of a quarter and three: bounded to 4, the second counts as 4."""
     origin, kinds = {"w": torch.tensor([1.0])}, {"w": "weights", "s": "scalar"}
     sent = [
-        Sent({"w": torch.tensor([4.0]), "s": torch.tensor(0.0)}, kinds, origin, 3.0, 0.25),
-        Sent({"w": torch.tensor([41.0]), "s": torch.tensor(8.0)}, kinds, origin, 40.0, 0.75),
+        AcceptedUpload({"w": torch.tensor([4.0]), "s": torch.tensor(0.0)}, kinds, origin, 3.0, 0.25),
+        AcceptedUpload({"w": torch.tensor([41.0]), "s": torch.tensor(8.0)}, kinds, origin, 40.0, 0.75),
     ]
     found = NormBounded(max=4.0).aggregate(sent)
     assert found["w"].item() == 1 + 0.25 * 3 + 0.75 * 4
@@ -164,12 +166,12 @@ def gathered(method: Method, name: str, federation: Federation, uploads: Mapping
     loop = loop_for(method, config_of(model=MLP, server={"aggregator": name}), federation)
     ctx = loop.context(0)
     asked = {client_id: len(federation.clients[client_id].train) for client_id in federation.names}
-    gathering = Gathering(method, (), loop.aggregator, loop.server, ctx, asked, None)
+    gathering = RoundUploads(method, (), loop.aggregator, loop.server, ctx, asked, None)
     for client_id, upload in uploads.items():
         own = ctx.replace(client_id=client_id, download=loop.download(client_id, ctx))
         answer = Result({}, upload, asked[client_id], {}, {})
         sent = gathering.check(client_id, answer, loop.declared(client_id, 0), own)
-        assert isinstance(sent, Sent)
+        assert isinstance(sent, AcceptedUpload)
         gathering.add(client_id, sent)
     return loop.aggregate(gathering), loop
 

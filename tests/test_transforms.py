@@ -39,7 +39,7 @@ from fedprism.round.engine import Engine, Failure, Result
 from fedprism.round.events import Callback
 from fedprism.round.loop import Loop
 from fedprism.transforms import TRANSFORMS, make_transforms
-from fedprism.transforms.base import Crossing, Transform, from_wire, to_wire
+from fedprism.transforms.base import UploadContext, Transform, from_wire, to_wire
 from fedprism.transforms.clip_norm import ClipNorm
 from fedprism.transforms.quantize import CODES, SCALES, SHAPE, Quantize
 from tests.harness import CPU, MLP, Collect, by_method, config_of, loop_for, same
@@ -53,13 +53,13 @@ CLIPPED = {"name": "clip_norm", "max": 0.3, "kinds": ["weights", "factors", "pro
 QUANTIZED = {"name": "quantize", "bits": 8, "kinds": ["weights", "factors", "prototype"]}
 
 
-def crossing(
+def context(
     kinds: Mapping[str, UploadKind], origin: State | None = None, round: int = 0, client: str = "plain", seed: int = 0
-) -> Crossing:
+) -> UploadContext:
     """An upload of this client on its way."""
     info = make_info(structure({"model": MLP, "seed": seed}, Config), ("plain", "tinted"), 10, (3, 16, 16))
     ctx = Context(round, 9, info, Config().train, 0.1, "samples", client, download=origin or {})
-    return Crossing(ctx, kinds, origin or {})
+    return UploadContext(ctx, kinds, origin or {})
 
 
 def run(method: Method, settings: Config, federation: Federation, engine: Engine | None = None) -> tuple[Loop, Collect]:
@@ -85,7 +85,7 @@ def test_the_length_is_of_all_leaves_together() -> None:
     """Updates of (1, 2) and 2 are 3 long together; to be 1.5 long, each is halved."""
     origin = {"a": torch.tensor([10.0, 20.0]), "b": torch.tensor([30.0])}
     upload = {"a": torch.tensor([11.0, 22.0]), "b": torch.tensor([32.0])}
-    found = crossing({"a": "weights", "b": "weights"}, origin)
+    found = context({"a": "weights", "b": "weights"}, origin)
     clipped = ClipNorm(max=1.5).client(upload, found)
     assert clipped["a"].tolist() == [10.5, 21.0]
     assert clipped["b"].tolist() == [31.0]
@@ -98,7 +98,7 @@ def test_an_update_that_is_not_longer_is_untouched(bound: float) -> None:
     """Not download plus (upload minus download), which has other bits: 0.1 + (0.3 - 0.1) is not 0.3."""
     origin = {"a": torch.tensor([0.1, 0.0, 0.0])}
     upload = {"a": torch.tensor([0.3, 2.0, 2.0])}
-    found = crossing({"a": "weights"}, origin)
+    found = context({"a": "weights"}, origin)
     assert ClipNorm(max=bound).client(upload, found) is upload
     assert found.logs["clip_norm/clipped"] == 0.0
 
@@ -107,7 +107,7 @@ def test_an_update_whose_squares_overflow_is_clipped_as_any_other() -> None:
     """(3, 4) 1e30 and 12e30 are 13e30 long: to be 13 long, it becomes (3, 4) and 12, and not nothing."""
     origin = {"a": torch.zeros(2), "b": torch.ones(1), "e": torch.empty(0)}
     upload = {"a": torch.tensor([3e30, -4e30]), "b": torch.tensor([12e30]), "e": torch.empty(0)}
-    found = crossing(dict.fromkeys(origin, "weights"), origin)
+    found = context(dict.fromkeys(origin, "weights"), origin)
     clipped = ClipNorm(max=13.0).client(upload, found)
     torch.testing.assert_close(
         clipped, {"a": torch.tensor([3.0, -4.0]), "b": torch.tensor([13.0]), "e": torch.empty(0)}
@@ -115,7 +115,7 @@ def test_an_update_whose_squares_overflow_is_clipped_as_any_other() -> None:
     assert found.logs["clip_norm/length"] == pytest.approx(13e30)
     # What is not even finite as an update is not made finite: the server refuses it.
     opposite = {"a": torch.full((2,), -3e38)}
-    spoilt = ClipNorm(max=1.0).client({"a": torch.full((2,), 3e38)}, crossing({"a": "weights"}, opposite))
+    spoilt = ClipNorm(max=1.0).client({"a": torch.full((2,), 3e38)}, context({"a": "weights"}, opposite))
     assert not spoilt["a"].isfinite().any()
 
 
@@ -128,9 +128,9 @@ def test_statistics_and_scalars_are_neither_measured_nor_changed() -> None:
         "count": torch.tensor(9),
     }
     kinds: dict[str, UploadKind] = {"w": "weights", "mean": "buffers", "s": "scalar", "count": "buffers"}
-    clipped = ClipNorm(max=1.0).client(upload, crossing(kinds, origin))
+    clipped = ClipNorm(max=1.0).client(upload, context(kinds, origin))
     assert {n: t.item() for n, t in clipped.items()} == {"w": 1.0, "mean": 900.0, "s": 70.0, "count": 9}
-    chosen = ClipNorm(max=9.0, kinds=("buffers",)).client(upload, crossing(kinds, origin))
+    chosen = ClipNorm(max=9.0, kinds=("buffers",)).client(upload, context(kinds, origin))
     assert {n: t.item() for n, t in chosen.items()} == {"w": 4.0, "mean": 9.0, "s": 70.0, "count": 9}
 
 
@@ -138,7 +138,7 @@ def test_a_leaf_of_another_shape_keeps_it_and_the_server_refuses_it(unequal: Fed
     """What it was meant to be an update of cannot be added to it: broadcast, it would look like a sound upload."""
     origin = {"a": torch.ones(2, 2), "b": torch.zeros(1)}
     upload = {"a": torch.tensor([[3.0, 0.0]]), "b": torch.tensor([4.0])}
-    clipped = ClipNorm(max=1.0).client(upload, crossing({"a": "weights", "b": "weights"}, origin))
+    clipped = ClipNorm(max=1.0).client(upload, context({"a": "weights", "b": "weights"}, origin))
     assert clipped["a"].shape == (1, 2)
     torch.testing.assert_close(clipped["a"], torch.tensor([[0.6, 0.0]]))
     victim = unequal.names[0]
@@ -166,9 +166,9 @@ class Misshapen(fp.FedAvg):
 
 def test_what_fedkd_sends_is_an_update_already(unequal: Federation) -> None:
     """So its length is that of the upload, and the download plays no part in it."""
-    ctx = crossing({}, {"update.w": torch.tensor([100.0])}).ctx
+    ctx = context({}, {"update.w": torch.tensor([100.0])}).ctx
     method = FedKD()
-    found = Crossing(ctx, {"update.w": "factors"}, method.origin(ctx))
+    found = UploadContext(ctx, {"update.w": "factors"}, method.origin(ctx))
     assert ClipNorm(max=1.0).client({"update.w": torch.tensor([4.0])}, found)["update.w"].tolist() == [1.0]
     # A bound of nearly nothing: the student stands still, whatever its clients learn.
     still, _ = run(method, config_of(model=MLP, transforms=[{"name": "clip_norm", "max": 1e-9}]), unequal)
@@ -248,7 +248,7 @@ def test_any_shape_and_precision_comes_back(known: bool, dtype: torch.dtype, bit
     """As an update of a download that the server knows, or of nothing: then its shape is sent, too."""
     quantize, origin = Quantize(bits=bits), {"w": torch.full(shape, 5.0, dtype=dtype)} if known else {}
     upload = {"w": torch.randn(shape, dtype=dtype), "n": torch.tensor(3)}
-    way = crossing({"w": "weights", "n": "buffers"}, origin)
+    way = context({"w": "weights", "n": "buffers"}, origin)
     sent = quantize.client(upload, way)
     count = math.prod(shape)
     assert sent.keys() == {"n", "w" + CODES, "w" + SCALES} | (set() if known else {"w" + SHAPE})
@@ -269,7 +269,7 @@ def test_a_bucket_of_zeros_stays_zero() -> None:
 
 def test_an_update_of_nothing_has_no_error() -> None:
     """The share of nothing is no division by zero."""
-    way = crossing({"w": "weights"}, {"w": torch.ones(3)})
+    way = context({"w": "weights"}, {"w": torch.ones(3)})
     assert Quantize().server(Quantize().client({"w": torch.ones(3)}, way), way)["w"].tolist() == [1, 1, 1]
     assert way.logs["quantize/error"] == 0
     assert all(map(math.isfinite, way.logs.values()))
@@ -355,7 +355,7 @@ def test_hostile_codes_are_refused_and_the_others_are_aggregated(
 
 
 def codes_of(place: int = 0, **key: Any) -> list[int]:
-    way = replace(crossing({"w": "weights"}, {"w": torch.zeros(400)}, **key), place=place)
+    way = replace(context({"w": "weights"}, {"w": torch.zeros(400)}, **key), place=place)
     return Quantize().client({"w": torch.linspace(-1, 1, 400)}, way)["w" + CODES].tolist()
 
 
@@ -367,7 +367,7 @@ def test_noise_is_keyed_by_seed_round_client_and_place() -> None:
 
 
 def test_noise_of_leaves_differs() -> None:
-    way = crossing({"a": "weights", "b": "weights"}, {})
+    way = context({"a": "weights", "b": "weights"}, {})
     values = torch.linspace(-1, 1, 400)
     sent = Quantize().client({"a": values, "b": values}, way)
     assert sent["a" + CODES].tolist() != sent["b" + CODES].tolist()
@@ -435,7 +435,7 @@ def test_clip_then_quantize_composes(unequal: Federation) -> None:
     transforms = make_transforms(
         structure({"transforms": [{"name": "clip_norm", "max": 2.5}, "quantize"]}, Config).transforms
     )
-    way = crossing({"w": "weights"}, origin)
+    way = context({"w": "weights"}, origin)
     sent = to_wire(transforms, upload, way)
     assert sent["w" + SCALES].tolist() == pytest.approx([2.0 / 127])
     assert from_wire(transforms, sent, way)["w"].tolist() == pytest.approx([2.5, 3.0], abs=2.0 / 127)
@@ -444,7 +444,7 @@ def test_clip_then_quantize_composes(unequal: Federation) -> None:
 
 def test_server_halves_run_last_to_first() -> None:
     """(w + 1) 2 goes out; halved and less one, it is w again, and not w + 1/2."""
-    way, upload = crossing({"w": "weights"}), {"w": torch.tensor([3.0])}
+    way, upload = context({"w": "weights"}), {"w": torch.tensor([3.0])}
     chain = (Adds(), Doubles())
     assert to_wire(chain, upload, way)["w"].tolist() == [8.0]
     assert from_wire(chain, to_wire(chain, upload, way), way)["w"].tolist() == [3.0]
@@ -452,19 +452,19 @@ def test_server_halves_run_last_to_first() -> None:
 
 @dataclass(frozen=True)
 class Adds(Transform):
-    def client(self, upload: State, crossing: Crossing) -> State:
+    def client(self, upload: State, context: UploadContext) -> State:
         return {n: t + 1 for n, t in upload.items()}
 
-    def server(self, sent: State, crossing: Crossing) -> State:
+    def server(self, sent: State, context: UploadContext) -> State:
         return {n: t - 1 for n, t in sent.items()}
 
 
 @dataclass(frozen=True)
 class Doubles(Transform):
-    def client(self, upload: State, crossing: Crossing) -> State:
+    def client(self, upload: State, context: UploadContext) -> State:
         return {n: t * 2 for n, t in upload.items()}
 
-    def server(self, sent: State, crossing: Crossing) -> State:
+    def server(self, sent: State, context: UploadContext) -> State:
         return {n: t / 2 for n, t in sent.items()}
 
 
@@ -516,8 +516,8 @@ class Spoils(Transform):
     id = "tests-spoils"
     who: str = ""
 
-    def client(self, upload: State, crossing: Crossing) -> State:
-        if crossing.ctx.client_id != self.who:
+    def client(self, upload: State, context: UploadContext) -> State:
+        if context.ctx.client_id != self.who:
             return upload
         return {n: t * math.nan if t.is_floating_point() else t for n, t in upload.items()}
 
@@ -617,10 +617,10 @@ class Halves(Transform):
     shows = {"halves/share": "the share that is sent"}
     share: float = setting(0.5, "how much")
 
-    def client(self, upload, crossing):
-        update = crossing.update(crossing.chosen(upload, self.kinds))
-        crossing.log("halves/share", self.share)
-        return {**upload, **crossing.add_origin({n: self.share * t for n, t in update.items()})}
+    def client(self, upload, context):
+        update = context.update(context.chosen(upload, self.kinds))
+        context.log("halves/share", self.share)
+        return {**upload, **context.add_origin({n: self.share * t for n, t in update.items()})}
 
 class Undecorated(Transform):
     share = 0.5

@@ -30,7 +30,7 @@ from fedprism.round.training import Operations, finish_pass, fit, start_pass
 from fedprism.schedules import learning_rate
 from fedprism.store.serialize import size
 from fedprism.transforms import make_transforms
-from fedprism.transforms.base import Crossing, to_wire
+from fedprism.transforms.base import UploadContext, to_wire
 
 ScoreSplit = Callable[[Evaluation, Client, Split], Tally]
 Tallies = dict[str, dict[str, Tally]]  # moment -> split
@@ -193,8 +193,8 @@ def transform_upload(
     job: Job, ctx: Context, upload: State, kinds: Mapping[str, UploadKind]
 ) -> tuple[State, Mapping[str, float]]:
     """What transforms make of the upload, not encoded yet, and what they log."""
-    crossing = Crossing(ctx, kinds, job.method.origin(ctx))
-    return to_wire(make_transforms(job.config.transforms), upload, crossing), crossing.logs
+    context = UploadContext(ctx, kinds, job.method.origin(ctx))
+    return to_wire(make_transforms(job.config.transforms), upload, context), context.logs
 
 
 def copy_stored(client: Client, job: Job, ctx: Context) -> State:

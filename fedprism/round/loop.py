@@ -31,7 +31,7 @@ from fedprism.models import Arch
 from fedprism.round.client import chosen, due, make_context, stored_bytes
 from fedprism.round.engine import ClientScores, Engine, Failure, Request, Result
 from fedprism.round.events import Callback, Plan, RoundRecord, Score, Snapshot, Status
-from fedprism.round.server import Gathering
+from fedprism.round.server import RoundUploads
 from fedprism.store.clients import ClientStore, DiskStore, MemoryStore, clients_at_once
 from fedprism.store.serialize import size
 from fedprism.transforms import make_transforms
@@ -117,7 +117,7 @@ class Loop:
         training = [client_id for client_id in trainers if client_id not in arrived.failed]
         asked = {client_id: len(self.federation.clients[client_id].train) for client_id in cohort}
         how = self.method, self.transforms, self.aggregator
-        uploads = Gathering(*how, self.server, ctx, asked, self.usual_length)
+        uploads = RoundUploads(*how, self.server, ctx, asked, self.usual_length)
         for part in self.parts(training):
             requests = self.requests(part, ctx, down)
             for client_id, answer in in_order(part, self.engine.train(round, requests)):
@@ -148,7 +148,7 @@ class Loop:
         return record, diverged
 
     def take_in(
-        self, arrived: _Arrived, uploads: Gathering, client_id: str, answer: Result | Failure, request: Request
+        self, arrived: _Arrived, uploads: RoundUploads, client_id: str, answer: Result | Failure, request: Request
     ) -> None:
         """Keep what a client answered. Only the cohort is averaged; a client whose upload is refused fails."""
         if isinstance(answer, Result) and client_id in uploads.weights:
@@ -213,7 +213,7 @@ class Loop:
         model = self.models[self.info.archs[client_id]]
         return self.method.uploads(model, make_context(self.method, self.config, self.info, model, round, client_id))
 
-    def aggregate(self, uploads: Gathering) -> State:
+    def aggregate(self, uploads: RoundUploads) -> State:
         """The server's next state: the method's average, moved on by the server's optimiser."""
         mean = uploads.aggregate()
         if server_optimizer.is_plain(self.config.server):

@@ -12,12 +12,12 @@ from dataclasses import replace
 
 import torch
 
-from fedprism.aggregators import Aggregator, Sent, WeightedMean
+from fedprism.aggregators import Aggregator, AcceptedUpload, WeightedMean
 from fedprism.errors import FedprismError
 from fedprism.methods.base import Context, Mean, Method, State, Upload, UploadKind
 from fedprism.methods.states import WeightedSum, length, malformed, not_finite, update_length
 from fedprism.round.engine import Checked, Failure, Result
-from fedprism.transforms.base import Crossing, Transform, from_wire
+from fedprism.transforms.base import UploadContext, Transform, from_wire
 
 FAR = 1000.0  # times the usual length: an update that is longer is refused
 UNKNOWN = 1e6  # root mean square of an upload, where the server holds nothing but zeros to compare it with
@@ -38,7 +38,7 @@ def accept(
         wrong = malformed(result.upload)
         upload = result.upload if wrong else method.decode(result.upload, ctx)
         if transforms and not wrong:
-            upload = from_wire(transforms, upload, Crossing(ctx, kinds, method.origin(ctx)))
+            upload = from_wire(transforms, upload, UploadContext(ctx, kinds, method.origin(ctx)))
         wrong = wrong or malformed(upload) or _other_than_declared(upload, kinds, server)
     except torch.OutOfMemoryError:
         raise
@@ -84,7 +84,7 @@ def longest_update(server: State, usual: float | None) -> float:
     return FAR * weights if usual is None else max(FAR * usual, weights)
 
 
-class Gathering:
+class RoundUploads:
     """The uploads of one round: added up as they come or, where the method or the aggregator needs all, kept.
 
     Weights are those of the clients that were asked (client -> training images). Where one of them gives nothing, the
@@ -109,10 +109,12 @@ class Gathering:
         self.in_total = () if method.needs_all_uploads else tuple(method.totals(server, ctx))
         self.lengths: dict[str, float] = {}  # of the updates that were accepted, by client
         self.names: tuple[str, ...] = ()  # in the uploads of which a mean is taken
-        self.kept: list[Sent] = []
+        self.kept: list[AcceptedUpload] = []
         self.sum, self.total = WeightedSum(), WeightedSum()
 
-    def check(self, client_id: str, answer: Result, kinds: Mapping[str, UploadKind], ctx: Context) -> Sent | Failure:
+    def check(
+        self, client_id: str, answer: Result, kinds: Mapping[str, UploadKind], ctx: Context
+    ) -> AcceptedUpload | Failure:
         """A client's upload, for which there is memory now, or why it is refused. `ctx` is that client's."""
         found = accept(self.method, self.transforms, answer, kinds, self.server, ctx, self.limit)
         if isinstance(found, Failure):
@@ -128,9 +130,9 @@ class Gathering:
         if not self.keeps:
             self.sum.reserve(found.upload)
             self.total.reserve({name: found.upload[name] for name in self.in_total})
-        return Sent(found.upload, kinds, self.method.origin(ctx), found.length, self.weights[client_id])
+        return AcceptedUpload(found.upload, kinds, self.method.origin(ctx), found.length, self.weights[client_id])
 
-    def add(self, client_id: str, sent: Sent) -> None:
+    def add(self, client_id: str, sent: AcceptedUpload) -> None:
         """One more upload, in client order."""
         self.lengths[client_id] = sent.length
         if self.keeps:
@@ -169,7 +171,7 @@ class Gathering:
         part = len(clients) / len(self.ctx.info.clients)  # a sum over all clients is so much of a plain mean
         return Mean(clients, state, {name: part * tensor for name, tensor in plain.items()})
 
-    def _robust(self, kept: Sequence[Sent], names: Collection[str]) -> State:
+    def _robust(self, kept: Sequence[AcceptedUpload], names: Collection[str]) -> State:
         """These leaves, as the aggregator merges them."""
         some = [replace(sent, state={name: sent.state[name] for name in names}) for sent in kept]
         return self.aggregator.aggregate(some) if names else {}

@@ -26,7 +26,7 @@ MARK = ":"  # between the name of a leaf and that of a part of it, for transform
 
 
 @dataclass(frozen=True)
-class Crossing:
+class UploadContext:
     """One upload on its way: what both ends know of it."""
 
     ctx: Context  # round, client and seed
@@ -76,26 +76,26 @@ class Transform:
         if "id" not in cls.__dict__:
             cls.id = cls.__name__.lower()
 
-    def client(self, upload: State, crossing: Crossing) -> State:
+    def client(self, upload: State, context: UploadContext) -> State:
         """What is sent instead of the upload. Changes no input in place."""
         return upload
 
-    def server(self, sent: State, crossing: Crossing) -> State:
+    def server(self, sent: State, context: UploadContext) -> State:
         """The upload again, with the names, types and shapes that the method declares. Changes no input in place."""
         return sent
 
 
-def to_wire(transforms: Sequence[Transform], upload: State, crossing: Crossing) -> State:
-    """All client halves, in order. What they log is in `crossing.logs`."""
+def to_wire(transforms: Sequence[Transform], upload: State, context: UploadContext) -> State:
+    """All client halves, in order. What they log is in `context.logs`."""
     for place, transform in enumerate(transforms):
-        upload = transform.client(upload, replace(crossing, place=place))
+        upload = transform.client(upload, replace(context, place=place))
     return upload
 
 
-def from_wire(transforms: Sequence[Transform], sent: State, crossing: Crossing) -> State:
+def from_wire(transforms: Sequence[Transform], sent: State, context: UploadContext) -> State:
     """All server halves, the last one first."""
     for place, transform in reversed(list(enumerate(transforms))):
-        sent = transform.server(sent, replace(crossing, place=place))
+        sent = transform.server(sent, replace(context, place=place))
     return sent
 
 

@@ -9,7 +9,7 @@ import torch
 from fedprism.config import positive, setting
 from fedprism.methods.states import State, length
 from fedprism.transforms import TRANSFORMS
-from fedprism.transforms.base import Crossing, Transform
+from fedprism.transforms.base import UploadContext, Transform
 
 
 @TRANSFORMS.register("clip_norm")
@@ -26,13 +26,13 @@ class ClipNorm(Transform):
 
     max: float = setting(1.0, "maximum Euclidean length of an update", positive, "above 0")
 
-    def client(self, upload: State, crossing: Crossing) -> State:
-        chosen = crossing.chosen(upload, self.kinds)
-        update = crossing.update(chosen)
+    def client(self, upload: State, context: UploadContext) -> State:
+        chosen = context.chosen(upload, self.kinds)
+        update = context.update(chosen)
         found = float(length({name: u.double() for name, u in update.items()}))  # squares may overflow in float32
-        crossing.log("clip_norm/length", found)
-        crossing.log("clip_norm/clipped", float(found > self.max))
+        context.log("clip_norm/length", found)
+        context.log("clip_norm/clipped", float(found > self.max))
         if found <= self.max:  # bit by bit what it was
             return upload
         shorter = torch._foreach_mul(list(update.values()), self.max / found)
-        return {**upload, **crossing.add_origin(dict(zip(update, shorter, strict=True)))}
+        return {**upload, **context.add_origin(dict(zip(update, shorter, strict=True)))}

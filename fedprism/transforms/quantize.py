@@ -14,7 +14,7 @@ from fedprism.errors import FedprismError
 from fedprism.methods.states import State, length
 from fedprism.store.serialize import size
 from fedprism.transforms import TRANSFORMS
-from fedprism.transforms.base import MARK, Crossing, Transform
+from fedprism.transforms.base import MARK, UploadContext, Transform
 
 CODES, SCALES, SHAPE = f"{MARK}codes", f"{MARK}scales", f"{MARK}shape"
 
@@ -43,27 +43,27 @@ class Quantize(Transform):
         """Steps from 0 to the largest absolute value."""
         return (1 << self.bits - 1) - 1
 
-    def client(self, upload: State, crossing: Crossing) -> State:
-        chosen = crossing.chosen(upload, self.kinds)
-        update, sent, errors = crossing.update(chosen), State(), State()
+    def client(self, upload: State, context: UploadContext) -> State:
+        chosen = context.chosen(upload, self.kinds)
+        update, sent, errors = context.update(chosen), State(), State()
         for name, u in update.items():
-            codes, scales = self.rounded(u.detach().flatten(), crossing.rng(name, u))
+            codes, scales = self.rounded(u.detach().flatten(), context.rng(name, u))
             sent |= {name + CODES: self.packed(codes), name + SCALES: scales}
             errors[name] = self.values(codes, scales) - u.detach().flatten()
-            if not crossing.known(name, u.shape):  # then the server does not know its shape
+            if not context.known(name, u.shape):  # then the server does not know its shape
                 sent[name + SHAPE] = torch.tensor(u.shape, dtype=torch.int64, device=u.device)
-        crossing.log("quantize/bytes", size(sent) / max(1, size(chosen)))
-        crossing.log("quantize/error", float(length(errors)) / max(float(length(update)), 1e-300))
+        context.log("quantize/bytes", size(sent) / max(1, size(chosen)))
+        context.log("quantize/error", float(length(errors)) / max(float(length(update)), 1e-300))
         return {**{name: tensor for name, tensor in upload.items() if name not in chosen}, **sent}
 
-    def server(self, sent: State, crossing: Crossing) -> State:
+    def server(self, sent: State, context: UploadContext) -> State:
         upload = {name: tensor for name, tensor in sent.items() if not name.endswith((CODES, SCALES, SHAPE))}
         for name in [name.removesuffix(CODES) for name in sent if name.endswith(CODES)]:
             codes, scales = sent[name + CODES], sent[name + SCALES]
-            shape = sent[name + SHAPE].tolist() if name + SHAPE in sent else crossing.origin[name].shape
+            shape = sent[name + SHAPE].tolist() if name + SHAPE in sent else context.origin[name].shape
             self._check(name, codes, scales, math.prod(shape))
             update = {name: self.values(self.unpacked(codes, math.prod(shape)), scales).view(shape)}
-            upload |= crossing.add_origin(update)
+            upload |= context.add_origin(update)
         return upload
 
     def rounded(self, u: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
