@@ -13,7 +13,7 @@ import torch
 import fedprism as fp
 from fedprism.config import setting
 from fedprism.methods.base import State
-from fedprism.transforms.base import MARK, UploadContext, Transform
+from fedprism.transforms.base import MARK, Transform, UploadContext
 
 VALUES, PLACES = f"{MARK}values", f"{MARK}places"  # what is sent of a leaf
 
@@ -38,8 +38,10 @@ class TopK(Transform):
         return sent
 
     def server(self, sent: State, context: UploadContext) -> State:
-        upload = {n: t for n, t in sent.items() if not n.endswith((VALUES, PLACES))}
-        for name in [n.removesuffix(VALUES) for n in sent if n.endswith(VALUES)]:
+        packed = [n for n, kind in context.kinds.items() if kind in self.kinds and n + VALUES in sent]
+        parts = {n + part for n in packed for part in (VALUES, PLACES)}
+        upload = {n: t for n, t in sent.items() if n not in parts}
+        for name in packed:
             flat = context.origin[name].flatten().clone()
             flat.index_add_(0, sent[name + PLACES].long(), sent[name + VALUES])
             upload[name] = flat.view_as(context.origin[name])

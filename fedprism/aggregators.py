@@ -39,6 +39,16 @@ class Aggregator:
     id: ClassVar[str] = ""
     idea: ClassVar[str] = ""
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "id" not in cls.__dict__:
+            cls.id = cls.__name__.lower()
+
+    @property
+    def is_mean(self) -> bool:
+        """Is it the mean, which can be added up?"""
+        return type(self).aggregate is Aggregator.aggregate
+
     def aggregate(self, uploads: Sequence[AcceptedUpload]) -> State:
         """One state of all uploads, which have the same names. Changes no input in place."""
         return average([each.state for each in uploads], [each.weight for each in uploads])
@@ -54,9 +64,9 @@ def make_aggregator(named: Named) -> Aggregator:
 
 def check_aggregator(aggregator: Aggregator, method: Method) -> None:
     """Refuse another aggregator than the mean for a method whose aggregation is none."""
-    if method.needs_all_uploads and not isinstance(aggregator, WeightedMean):
+    if method.needs_all_uploads and not aggregator.is_mean:
         raise ConfigError(
-            f"server.aggregator is {aggregator.id or type(aggregator).__name__}, but {method.id} has an aggregation of "
+            f"server.aggregator is {aggregator.id}, but {method.id} has an aggregation of "
             "its own, which is no mean of uploads. Leave it at mean."
         )
 

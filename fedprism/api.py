@@ -34,6 +34,7 @@ from fedprism.round.events import Callback
 from fedprism.round.loop import make_loop
 from fedprism.summary import write_comparison
 from fedprism.transforms import make_transforms
+from fedprism.transforms.base import suffixes
 
 ENDED = ("finished", "diverged")  # nothing is left to run
 
@@ -193,7 +194,7 @@ def _about(method: Method, config: Config, info: Info) -> dict[str, Any]:
     clients: dict[Arch, list[str]] = {}
     for client_id, arch in info.archs.items():
         clients.setdefault(arch, []).append(client_id)
-    partition = config.data.partition
+    partition, transforms = config.data.partition, make_transforms(config.transforms)
     return {
         "partition": {"name": partition.name, **configuration.plain(partition_of(partition))},
         "architectures": [
@@ -201,7 +202,10 @@ def _about(method: Method, config: Config, info: Info) -> dict[str, Any]:
             for arch in clients
         ],
         "shows": dict(method.shows),
-        "transforms": [{"name": each.id, "shows": dict(each.shows)} for each in make_transforms(config.transforms)],
+        "transforms": [
+            {"name": each.id + suffix, "shows": {name + suffix: words for name, words in each.shows.items()}}
+            for each, suffix in zip(transforms, suffixes(transforms), strict=True)
+        ],
         "decided": dict(method.facts(info)),
     }
 

@@ -230,7 +230,7 @@ class Untrained(InProcess):
                 each.end(client, ctx)
         upload, kinds = self.method.upload(client, ctx), self.method.uploads(client.model, ctx)
         changed, _ = transform_upload(job, ctx, upload, kinds)
-        return Result({}, self.method.encode(changed, ctx), len(job.data.train), {}, {})
+        return Result({}, self.method.encode(changed, ctx), {}, {})
 
 
 def inputs(model: ModelConfig, size: int) -> tuple[int, ...]:

@@ -85,7 +85,8 @@ class Plugins(Registry[type[T]], Generic[T]):
             (wanted,) = classes
         if wanted not in classes:
             raise ConfigError(
-                f"{path!r} holds the {self.kind}s {sorted(classes) or 'none'}, not {wanted!r}; write {path}:CLASS."
+                f"{path!r} holds the {self.kind}s {sorted(classes) or 'none'}"
+                + (f", not {wanted!r}; write {path}:CLASS." if wanted else f"; say which one: {path}:CLASS.")
             )
         return self._checked(classes[wanted], name)
 

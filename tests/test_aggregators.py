@@ -169,7 +169,7 @@ def gathered(method: Method, name: str, federation: Federation, uploads: Mapping
     gathering = RoundUploads(method, (), loop.aggregator, loop.server, ctx, asked, None)
     for client_id, upload in uploads.items():
         own = ctx.replace(client_id=client_id, download=loop.download(client_id, ctx))
-        answer = Result({}, upload, asked[client_id], {}, {})
+        answer = Result({}, upload, {}, {})
         sent = gathering.check(client_id, answer, loop.declared(client_id, 0), own)
         assert isinstance(sent, AcceptedUpload)
         gathering.add(client_id, sent)

@@ -267,7 +267,7 @@ def test_uploads_are_accepted_or_refused_by_hand() -> None:
     declared: dict[str, UploadKind] = {"w": "weights", "n": "scalar"}
 
     def accepted(upload: State, limit: float = 1.0, **more: Any) -> Checked | Failure:
-        return accept(FedAvg(), (), Result({}, upload, 1, {}, {}, **more), declared, server, ctx, limit)
+        return accept(FedAvg(), (), Result({}, upload, {}, {}, **more), declared, server, ctx, limit)
 
     answers = {name: accepted(upload) for name, upload in given.items()}
     found = answers.pop("good")
@@ -457,7 +457,7 @@ def test_result_holds_the_number_of_training_samples(three: Federation) -> None:
     engine = InProcess(FedAvg(), settings, info, three, CPU)
     answers = dict(engine.train(0, loop.requests(three.names, loop.context(0))))
     assert answers.keys() == set(three.names)
-    assert all(isinstance(a, Result) and a.samples == 24 for a in answers.values())
+    assert all(isinstance(a, Result) for a in answers.values())
 
 
 def test_what_is_not_finite_is_found_by_name() -> None:

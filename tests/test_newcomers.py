@@ -100,10 +100,11 @@ def take_part(loop: Loop, server: State, states: dict[str, State | None], round:
     for client_id, state in states.items():
         there = ctx.replace(client_id=client_id)
         download = method.encode(method.send(server, client_id, there), there)
-        result = client_round(job_of(loop, client_id, round), state, download)
+        job = job_of(loop, client_id, round)
+        result = client_round(job, state, download)
         assert isinstance(result, Result)
         states[client_id] = result.state
-        uploads.append(Upload(client_id, result.samples, method.decode(result.upload, there)))
+        uploads.append(Upload(client_id, len(job.data.train), method.decode(result.upload, there)))
     return uploads
 
 

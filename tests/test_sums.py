@@ -47,7 +47,7 @@ def loop_with(engine: Any, method: Method, settings: Config, federation: Federat
 def decoded(loop: Loop, answers: Mapping[str, Result | Failure], ctx: Context) -> list[Upload]:
     """What arrived, as the server sees it, in client order."""
     return [
-        Upload(c, answer.samples, loop.method.decode(answer.upload, ctx.replace(client_id=c)))
+        Upload(c, len(loop.federation.clients[c].train), loop.method.decode(answer.upload, ctx.replace(client_id=c)))
         for c, answer in answers.items()
         if isinstance(answer, Result)
     ]

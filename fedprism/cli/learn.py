@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import StrEnum
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -131,11 +131,19 @@ def _partitions() -> Listed:
 
 
 def _transforms() -> Listed:
-    return ["transform", ""], [[name, entry.line] for name, entry in index.entries("transforms").items()]
+    known = index.entries("transforms")
+    return ["transform", ""], [[name, entry.line] for name, entry in known.items()] + _installed("transforms", known)
 
 
 def _aggregators() -> Listed:
-    return ["aggregator", ""], [[name, entry.line] for name, entry in index.entries("aggregators").items()]
+    known = index.entries("aggregators")
+    return ["aggregator", ""], [[name, entry.line] for name, entry in known.items()] + _installed("aggregators", known)
+
+
+def _installed(kind: str, known: Collection[str]) -> list[list[str]]:
+    """What installed packages offer, by name: nothing is imported."""
+    offered = {entry.name: entry.value for entry in entry_points(group=f"fedprism.{kind}")}
+    return [[name, f"of an installed package: {value}"] for name, value in sorted(offered.items()) if name not in known]
 
 
 def _engines() -> Listed:

@@ -147,7 +147,7 @@ def _takes_part(job: Job, server: State, states: dict[str, State | None], run: T
                     f"round {round + 1}, with a newcomer: client {client_id} failed: {result.reason}.", _IS_NEW
                 )
             states[client_id] = result.state
-            uploads.append(Upload(client_id, result.samples, method.decode(result.upload, own)))
+            uploads.append(Upload(client_id, len(data.train), method.decode(result.upload, own)))
         declared = method.uploads(run.loop.models[run.loop.info.arch], ctx.replace(client_id=new))
         _equal(set(uploads[-1].state), set(declared), "names that a newcomer uploads", "those that are declared")
         for some in (uploads[1:], uploads):

@@ -163,7 +163,7 @@ def _one_round(case: Case, round: int) -> None:
         raise Broken(f"round {round + 1}: client {client_id} has trained, but its model is what it received.")
     with unchanged("decode", {"the upload": result.upload}):
         upload = method.decode(result.upload, own)
-    uploads = [Upload(client_id, result.samples, upload), Upload(run.loop.info.clients[0], 2, upload)]
+    uploads = [Upload(client_id, len(data.train), upload), Upload(run.loop.info.clients[0], 2, upload)]
     with unchanged("aggregate", {"the upload": upload, "the server's state": server}):
         method.aggregate(server, uploads, ctx)
 

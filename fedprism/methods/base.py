@@ -130,7 +130,8 @@ class Context:
     def shares(self, samples: Sequence[int]) -> list[float]:
         """The weights in an average of clients with these numbers of training samples."""
         sizes = [float(count) if self.weighting == "samples" else 1.0 for count in samples]
-        return [size / sum(sizes) for size in sizes]
+        total = sum(sizes)
+        return [size / total for size in sizes]
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ class Client:
         self.log_sums: State = {}  # name -> sum of what was logged this round
         self.log_counts: dict[str, int] = {}  # name -> number of values in the sum
         self.draw: Draw = no_draw  # uniform noise in (0, 1): client.draw("name", *shape)
-        self.constant_shared = False  # does every round share the same leaves?
+        self.constant_shared: bool | None = None  # does every round share the same leaves? None: not asked yet
 
     def keep(self, name: str, value: Tensor | Mapping[str, Tensor] | float) -> None:
         """Copy a tensor, a dict of tensors or a number into scratch; read it back as `client[name]`."""

@@ -84,7 +84,8 @@ class Updates(Method):
         client.model.received[ROUND].fill_(ctx.round)
 
     def uploads(self, model: Net, ctx: Context) -> Mapping[str, UploadKind]:
-        return {UPDATE + name: "factors" for name in super().uploads(model, ctx)}
+        kinds = super().uploads(model, ctx)
+        return {UPDATE + name: "factors" if kind == "weights" else kind for name, kind in kinds.items()}
 
     def upload(self, client: Client, ctx: Context) -> State:
         return {UPDATE + name: t - client.model.received[name] for name, t in super().upload(client, ctx).items()}

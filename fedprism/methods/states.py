@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,6 @@ class WeightedSum:
     def __init__(self) -> None:
         self.types: dict[str, torch.dtype] = {}
         self.totals: State = {}  # whole numbers are added up in double precision
-        self.weight = 0.0
 
     @torch.no_grad()
     def reserve(self, state: Mapping[str, Tensor]) -> None:
@@ -53,7 +52,6 @@ class WeightedSum:
             torch._foreach_add_([self.totals[n] for n in floats], [state[n] for n in floats], alpha=weight)
         for name in self.types.keys() - set(floats):
             self.totals[name].add_(state[name].double() * weight)
-        self.weight += weight
 
     @torch.no_grad()
     def result(self, scale: float = 1.0) -> State:
@@ -88,14 +86,16 @@ def copy_all(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
 
 
 @torch.no_grad()
-def blank(tensors: Sequence[Tensor]) -> None:
-    """Overwrite tensors with what nobody can compute with unnoticed: NaN, or the smallest whole number."""
-    floats = [tensor for tensor in tensors if tensor.is_floating_point()]
+def fill_nan(tensors: Iterable[Tensor]) -> None:
+    """Overwrite tensors with NaN; whole numbers, which have none, with the smallest one, and flags with True."""
+    floats = []
+    for tensor in tensors:
+        if tensor.is_floating_point() or tensor.is_complex():
+            floats.append(tensor)
+        else:
+            tensor.fill_(True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min)
     if floats:
         torch._foreach_add_(floats, math.nan)  # on a GPU, one kernel for all
-    for tensor in tensors:
-        if not tensor.is_floating_point():
-            tensor.fill_(True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min)
 
 
 def copy_of(state: State) -> State:

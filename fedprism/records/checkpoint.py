@@ -88,8 +88,13 @@ def _read_manifest(path: Path) -> Manifest:
             raise Damaged(f"{path} does not match its checksum")
         files = {_SERVER: body["server"], **body["clients"]}
         # Checksums become names of files.
+        if body["format"] != FORMAT:
+            raise Damaged(
+                f"{path} has format {body['format']}, and this version of fedprism reads format {FORMAT}; use the "
+                "version that wrote it"
+            )
         named = all(not each or _SHA256.fullmatch(each) for each in files.values()) and files[_SERVER]
-        if body["format"] != FORMAT or not named:
+        if not named:
             raise Damaged(f"{path} is not a manifest of format {FORMAT}")
         usual = None if body["usual_length"] is None else float(body["usual_length"])
         return Manifest(int(body["round"]), str(files.pop(_SERVER)), files, usual)

@@ -13,7 +13,8 @@ def transforms(record: RunRecord) -> Grid | None:
     rows, uploads = [], 0
     for shows in record.transforms.values():
         for name, meaning in shows.items():
-            values = [logs[name] for each in record.rounds for logs in each.logs.values() if name in logs]
+            logs = [each.logs.get(client, {}) for each in record.rounds for client in each.up]
+            values = [of_client[name] for of_client in logs if name in of_client]
             if values:
                 rows.append((f"{name}: {meaning}", f"{fmean(values):.3g}"))
                 uploads = max(uploads, len(values))

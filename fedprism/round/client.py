@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from fedprism.config import Config
-from fedprism.errors import ConfigError
+from fedprism.errors import ConfigError, FedprismError, some
 from fedprism.federation import ClientData, Split
 from fedprism.methods.base import Client, Context, Draw, Info, Method, Net, Output, Pass, State, UploadKind, load
 from fedprism.methods.leaves import everything, seal, tensors, travelling
-from fedprism.methods.states import blank, copy_of, malformed, not_finite, update_length
+from fedprism.methods.states import copy_of, fill_nan, malformed, not_finite, update_length
 from fedprism.models import architectures
 from fedprism.round.engine import Checked, ClientScores, Failure, Result
 from fedprism.round.evaluation import Evaluation, Tally, score_split
@@ -95,16 +95,14 @@ def open_slot(job: Job) -> Client:
     model = job.method.build(job.info.arch_of(job.data.name), job.data.name, job.info, job.info.seed)
     layout = torch.channels_last if job.config.run.memory_format == "channels_last" else torch.contiguous_format
     model = model.to(job.data.train.y.device, memory_format=layout)  # type: ignore[call-overload]
-    client = Client(seal(model), job.config.train, job.info)
-    client.constant_shared = constant_shared(job.method, job.config, job.info, client.model, job.data.name)
-    return client
+    return Client(seal(model), job.config.train, job.info)
 
 
 def arrive(client: Client, job: Job, state: State | None, download: State) -> Context:
     """Load what the client has stored and let the method receive the download."""
     client_id, method, info = job.data.name, job.method, job.info
     client.clear_logs()
-    given = {"data": job.data, "public": job.public, "is_new": state is None, "constant_shared": client.constant_shared}
+    given = {"data": job.data, "public": job.public, "is_new": state is None}
     ctx = make_context(method, job.config, info, client.model, job.round, client_id, **given)
     with torch.no_grad():
         ctx = ctx.replace(download=method.decode(download, ctx))
@@ -113,7 +111,13 @@ def arrive(client: Client, job: Job, state: State | None, download: State) -> Co
         if own:
             if state is None:
                 state = method.build(info.arch_of(client_id), client_id, info, info.seed).state_dict()
-            blank([tensor for name, tensor in own.items() if name not in state])  # another client's, in this slot
+            lost = {name: tensor for name, tensor in own.items() if name not in state}  # another client's, in this slot
+            if lost and type(method).receive is Method.receive:
+                raise FedprismError(
+                    f"{method.id}: {some(lost)} of client {client_id!r} is neither received nor stored. Let `send` and "
+                    "`decode` give all that is shared, or name it in `stored`."
+                )
+            fill_nan(lost.values())
             load(client.model, {name: tensor for name, tensor in state.items() if name not in replaced})
         method.receive(client, ctx)
     return ctx
@@ -185,7 +189,7 @@ def finish(left: Departure, bad: str | None) -> Result | Failure:
     with torch.no_grad():
         sent = left.job.method.encode(changed, left.ctx)
     checked = Checked(left.upload, float(left.length)) if sent is left.upload else None
-    return Result(left.state, sent, len(left.job.data.train), {**logs, **done}, read_scores(left.tallies), checked)
+    return Result(left.state, sent, {**done, **logs}, read_scores(left.tallies), checked)
 
 
 @torch.no_grad()
@@ -200,6 +204,9 @@ def transform_upload(
 def copy_stored(client: Client, job: Job, ctx: Context) -> State:
     """Copies of the leaves that the client keeps between rounds."""
     own = tensors(client.model)
+    if client.constant_shared is None:
+        client.constant_shared = constant_shared(job.method, job.config, job.info, client.model, job.data.name)
+    ctx = ctx.replace(constant_shared=client.constant_shared)
     return copy_of({name: own[name] for name in stored_names(job.method, client.model, ctx)})
 
 

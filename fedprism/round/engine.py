@@ -47,7 +47,6 @@ class Result:
 
     state: State
     upload: State  # encoded, as it is sent
-    samples: int
     logs: Mapping[str, float]
     scores: ClientScores
     checked: Checked | None = None  # what the client itself has found of these very tensors

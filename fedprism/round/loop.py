@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from fedprism import keys
-from fedprism.aggregators import Aggregator, WeightedMean, check_aggregator, make_aggregator
+from fedprism.aggregators import Aggregator, check_aggregator, make_aggregator
 from fedprism.config import ClientsConfig, Config
 from fedprism.errors import ConfigError
 from fedprism.federation import Federation
@@ -55,7 +55,7 @@ class Loop:
     server: State
     states: ClientStore
     transforms: tuple[Transform, ...] = ()
-    aggregator: Aggregator = field(default_factory=WeightedMean)
+    aggregator: Aggregator = field(default_factory=Aggregator)
     optimizer_state: State = field(default_factory=dict)  # of the server's optimiser
     usual_length: float | None = None  # median length of the updates of the last round that had any
     warned: bool = False  # of a round in which every client failed

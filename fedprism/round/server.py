@@ -12,12 +12,12 @@ from dataclasses import replace
 
 import torch
 
-from fedprism.aggregators import Aggregator, AcceptedUpload, WeightedMean
+from fedprism.aggregators import AcceptedUpload, Aggregator
 from fedprism.errors import FedprismError
 from fedprism.methods.base import Context, Mean, Method, State, Upload, UploadKind
 from fedprism.methods.states import WeightedSum, length, malformed, not_finite, update_length
 from fedprism.round.engine import Checked, Failure, Result
-from fedprism.transforms.base import UploadContext, Transform, from_wire
+from fedprism.transforms.base import Transform, UploadContext, from_wire
 
 FAR = 1000.0  # times the usual length: an update that is longer is refused
 UNKNOWN = 1e6  # root mean square of an upload, where the server holds nothing but zeros to compare it with
@@ -42,7 +42,7 @@ def accept(
         wrong = wrong or malformed(upload) or _other_than_declared(upload, kinds, server)
     except torch.OutOfMemoryError:
         raise
-    except (FedprismError, RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
+    except Exception as error:  # noqa: BLE001 - whatever decoding makes of what somebody else has sent
         return Failure(f"its upload cannot be decoded: {type(error).__name__}: {error}")
     if wrong is not None:
         return Failure(wrong)
@@ -78,9 +78,11 @@ def longest_update(server: State, usual: float | None) -> float:
     """How long an update may be: `FAR` times the usual length, which in the first round is that of the server's
     weights. It may always be as long as these, so that a federation that hardly moves can begin to move again."""
     floats = {name: tensor for name, tensor in server.items() if tensor.is_floating_point()}
-    weights = float(length(floats))
+    weights, count = float(length(floats)), sum(tensor.numel() for tensor in floats.values())
+    if not count:
+        return math.inf  # there is nothing to compare with
     if weights == 0:
-        return FAR * max(usual or 0.0, UNKNOWN * math.sqrt(sum(tensor.numel() for tensor in floats.values())))
+        return FAR * max(usual or 0.0, UNKNOWN * math.sqrt(count))
     return FAR * weights if usual is None else max(FAR * usual, weights)
 
 
@@ -105,10 +107,10 @@ class RoundUploads:
         self.server, self.ctx, self.asked = server, ctx, asked
         self.limit = longest_update(server, usual)
         self.weights = dict(zip(asked, ctx.shares(list(asked.values())), strict=True))
-        self.keeps = method.needs_all_uploads or not isinstance(aggregator, WeightedMean)
+        self.keeps = method.needs_all_uploads or not aggregator.is_mean
         self.in_total = () if method.needs_all_uploads else tuple(method.totals(server, ctx))
         self.lengths: dict[str, float] = {}  # of the updates that were accepted, by client
-        self.names: tuple[str, ...] = ()  # in the uploads of which a mean is taken
+        self.first: dict[str, str] | None = None  # of the first upload: name -> type and shape, where unknown before
         self.kept: list[AcceptedUpload] = []
         self.sum, self.total = WeightedSum(), WeightedSum()
 
@@ -119,18 +121,29 @@ class RoundUploads:
         found = accept(self.method, self.transforms, answer, kinds, self.server, ctx, self.limit)
         if isinstance(found, Failure):
             return found
-        if not self.method.needs_all_uploads:
-            self.names = self.names or tuple(found.upload)
-            if found.upload.keys() != set(self.names):
-                odd = ", ".join(sorted(found.upload.keys() ^ set(self.names))[:3])
-                raise FedprismError(
-                    f"{self.method.id}: {client_id!r} uploads other names than the clients before it ({odd}), so there "
-                    "is no mean of them; override `aggregate`."
-                )
+        wrong = None if self.method.needs_all_uploads else self._unlike_the_first(client_id, found.upload)
+        if wrong is not None:
+            return Failure(wrong)
         if not self.keeps:
             self.sum.reserve(found.upload)
             self.total.reserve({name: found.upload[name] for name in self.in_total})
-        return AcceptedUpload(found.upload, kinds, self.method.origin(ctx), found.length, self.weights[client_id])
+        origin = {} if self.method.needs_all_uploads else self.method.origin(ctx)  # it would be kept for nobody
+        return AcceptedUpload(found.upload, kinds, origin, found.length, self.weights[client_id])
+
+    def _unlike_the_first(self, client_id: str, upload: State) -> str | None:
+        """Why there is no mean of this upload and the first one. Leaves of the server were compared with those."""
+        if self.first is None:
+            self.first = {name: "" if name in self.server else _kind(tensor) for name, tensor in upload.items()}
+        if upload.keys() != self.first.keys():
+            odd = ", ".join(sorted(upload.keys() ^ self.first.keys())[:3])
+            raise FedprismError(
+                f"{self.method.id}: {client_id!r} uploads other names than the clients before it ({odd}), so there is "
+                "no mean of them; override `aggregate`."
+            )
+        for name, expected in self.first.items():
+            if expected and _kind(upload[name]) != expected:
+                return f"{name} in its upload is {_kind(upload[name])}, expected {expected} as of the clients before it"
+        return None
 
     def add(self, client_id: str, sent: AcceptedUpload) -> None:
         """One more upload, in client order."""
@@ -173,5 +186,22 @@ class RoundUploads:
 
     def _robust(self, kept: Sequence[AcceptedUpload], names: Collection[str]) -> State:
         """These leaves, as the aggregator merges them."""
+        if not names:
+            return {}
         some = [replace(sent, state={name: sent.state[name] for name in names}) for sent in kept]
-        return self.aggregator.aggregate(some) if names else {}
+        merged = self.aggregator.aggregate(some)
+        wrong = malformed(merged)
+        expected = {name: _kind(tensor) for name, tensor in some[0].state.items()}
+        if wrong is not None or {name: _kind(tensor) for name, tensor in merged.items()} != expected:
+            raise FedprismError(
+                f"server.aggregator {self.aggregator.id} must return a state with the names, types and shapes of the "
+                f"uploads, such as {next(iter(expected.items()))}; it returned {_names_and_kinds(merged)}."
+            )
+        return merged
+
+
+def _names_and_kinds(state: object) -> str:
+    if not isinstance(state, Mapping):
+        return f"{state!r}"[:60]
+    found = [f"{name}: {_kind(each) if isinstance(each, torch.Tensor) else each!r}" for name, each in state.items()]
+    return ", ".join(found[:3]) or "nothing"

@@ -20,7 +20,7 @@ from torch import Tensor
 from fedprism.config import setting
 from fedprism.errors import ConfigError
 from fedprism.methods.base import Context, State, UploadKind
-from fedprism.methods.states import update_of
+from fedprism.methods.states import malformed, update_of
 
 MARK = ":"  # between the name of a leaf and that of a part of it, for transforms that send a leaf in parts
 
@@ -33,6 +33,7 @@ class UploadContext:
     kinds: Mapping[str, UploadKind]  # of everything that the method uploads
     origin: State  # what the upload is an update of, by name; a leaf that is not here is an update already
     place: int = 0  # of the transform in the list: part of the key of its noise
+    suffix: str = ""  # of what it logs
     logs: dict[str, float] = field(default_factory=dict)
 
     def chosen(self, state: Mapping[str, Tensor], kinds: Sequence[str]) -> State:
@@ -55,9 +56,9 @@ class UploadContext:
         """A generator keyed by seed, round, client, transform and purpose, on the device of `like`."""
         return self.ctx.rng("transform", self.place, purpose, like=like)
 
-    def log(self, name: str, value: float) -> None:
+    def log(self, name: str, value: float | Tensor) -> None:
         """Record what the transform did to this upload, on the client."""
-        self.logs[name] = value
+        self.logs[name + self.suffix] = float(value)
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,11 @@ class Transform:
 
 def to_wire(transforms: Sequence[Transform], upload: State, context: UploadContext) -> State:
     """All client halves, in order. What they log is in `context.logs`."""
-    for place, transform in enumerate(transforms):
-        upload = transform.client(upload, replace(context, place=place))
+    for place, (transform, suffix) in enumerate(zip(transforms, suffixes(transforms), strict=True)):
+        upload = transform.client(upload, replace(context, place=place, suffix=suffix))
+        wrong = malformed(upload)
+        if wrong is not None:
+            raise ConfigError(f"the transform {transform.id} makes a client's upload unusable: {wrong}.")
     return upload
 
 
@@ -99,21 +103,35 @@ def from_wire(transforms: Sequence[Transform], sent: State, context: UploadConte
     return sent
 
 
+def suffixes(transforms: Sequence[Transform]) -> list[str]:
+    """What tells apart the logs of transforms with the same id: nothing for the first, then #2, #3, ...
+
+    >>> suffixes([Transform(), Transform(kinds=("buffers",))])
+    ['', '#2']
+    """
+    ids = [each.id for each in transforms]
+    counts = [ids[:place].count(each) for place, each in enumerate(ids)]
+    return [f"#{count + 1}" if count else "" for count in counts]
+
+
 def check_transforms(transforms: Sequence[Transform], method: str, uploads: Sequence[str]) -> None:
-    """Refuse a transform that would do nothing: no leaf of its kinds is uploaded, or another one has packed them.
+    """Refuse a transform that acts on what another one has packed, or on nothing that is uploaded.
 
     `uploads` are the kinds that the method uploads, over all clients and rounds.
     """
     packed: dict[str, str] = {}  # kind -> the transform that packs it
     for each in transforms:
-        left = [kind for kind in each.kinds if kind in uploads and kind not in packed]
-        taken = next((packed[kind] for kind in each.kinds if kind in packed), None)
-        if not left and taken is not None:
-            raise ConfigError(f"transforms: {each.id} comes after {taken}, which packs what it acts on; put it before.")
-        if not left:
+        found = [kind for kind in each.kinds if kind in uploads]
+        taken = next((kind for kind in found if kind in packed), None)
+        if taken is not None:
+            raise ConfigError(
+                f"transforms: {each.id} acts on {taken}, but comes after {packed[taken]}, which packs these; put it "
+                "before."
+            )
+        if not found:
             has = f"uploads {', '.join(dict.fromkeys(uploads))}" if uploads else "uploads nothing"
             raise ConfigError(
                 f"transforms: {each.id} acts on {', '.join(each.kinds) or 'nothing'}, but {method} {has}. Leave it "
                 f"out, or set its kinds."
             )
-        packed |= dict.fromkeys(left, each.id) if each.packs else {}
+        packed |= dict.fromkeys(found, each.id) if each.packs else {}

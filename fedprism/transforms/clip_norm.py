@@ -9,7 +9,7 @@ import torch
 from fedprism.config import positive, setting
 from fedprism.methods.states import State, length
 from fedprism.transforms import TRANSFORMS
-from fedprism.transforms.base import UploadContext, Transform
+from fedprism.transforms.base import Transform, UploadContext
 
 
 @TRANSFORMS.register("clip_norm")

@@ -14,7 +14,7 @@ from fedprism.errors import FedprismError
 from fedprism.methods.states import State, length
 from fedprism.store.serialize import size
 from fedprism.transforms import TRANSFORMS
-from fedprism.transforms.base import MARK, UploadContext, Transform
+from fedprism.transforms.base import MARK, Transform, UploadContext
 
 CODES, SCALES, SHAPE = f"{MARK}codes", f"{MARK}scales", f"{MARK}shape"
 
@@ -43,6 +43,10 @@ class Quantize(Transform):
         """Steps from 0 to the largest absolute value."""
         return (1 << self.bits - 1) - 1
 
+    def bucket_of(self, count: int) -> int:
+        """Numbers that share a scale in a leaf of `count` numbers."""
+        return max(1, min(self.bucket, count))
+
     def client(self, upload: State, context: UploadContext) -> State:
         chosen = context.chosen(upload, self.kinds)
         update, sent, errors = context.update(chosen), State(), State()
@@ -57,8 +61,11 @@ class Quantize(Transform):
         return {**{name: tensor for name, tensor in upload.items() if name not in chosen}, **sent}
 
     def server(self, sent: State, context: UploadContext) -> State:
-        upload = {name: tensor for name, tensor in sent.items() if not name.endswith((CODES, SCALES, SHAPE))}
-        for name in [name.removesuffix(CODES) for name in sent if name.endswith(CODES)]:
+        # Another `quantize` may have packed leaves of other kinds.
+        own = [name for name, kind in context.kinds.items() if kind in self.kinds and name + CODES in sent]
+        parts = {name + part for name in own for part in (CODES, SCALES, SHAPE)}
+        upload = {name: tensor for name, tensor in sent.items() if name not in parts}
+        for name in own:
             codes, scales = sent[name + CODES], sent[name + SCALES]
             shape = sent[name + SHAPE].tolist() if name + SHAPE in sent else context.origin[name].shape
             self._check(name, codes, scales, math.prod(shape))
@@ -68,7 +75,8 @@ class Quantize(Transform):
 
     def rounded(self, u: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Whole numbers from -levels to levels as int8 `[n]`, and a scale per bucket `[ceil(n / bucket)]`."""
-        padded = torch.nn.functional.pad(u, (0, -len(u) % self.bucket)).view(-1, self.bucket)
+        bucket = self.bucket_of(len(u))
+        padded = torch.nn.functional.pad(u, (0, -len(u) % bucket)).view(-1, bucket)
         scales = padded.abs().amax(1) / self.levels
         x = torch.where(scales.unsqueeze(1) > 0, padded / scales.unsqueeze(1), 0).flatten()[: len(u)]
         noise = torch.rand(len(u), generator=generator, device=u.device, dtype=u.dtype)
@@ -76,7 +84,7 @@ class Quantize(Transform):
 
     def values(self, codes: Tensor, scales: Tensor) -> Tensor:
         """The numbers `[n]` that codes stand for."""
-        return codes.to(scales.dtype) * scales.repeat_interleave(self.bucket)[: len(codes)]
+        return codes.to(scales.dtype) * scales.repeat_interleave(self.bucket_of(len(codes)))[: len(codes)]
 
     def packed(self, codes: Tensor) -> Tensor:
         """Codes as they are sent: two of 4 bits in a byte."""
@@ -94,8 +102,8 @@ class Quantize(Transform):
     def _check(self, name: str, codes: Tensor, scales: Tensor, count: int) -> None:
         """Refuse codes that are not of `count` numbers."""
         found = (codes.dtype, tuple(codes.shape), tuple(scales.shape), scales.is_floating_point())
-        dtype, length = (torch.int8, count) if self.bits == 8 else (torch.uint8, -(-count // 2))
-        expected = (dtype, (length,), (-(-count // self.bucket),), True)
+        dtype, many = (torch.int8, count) if self.bits == 8 else (torch.uint8, -(-count // 2))
+        expected = (dtype, (many,), (-(-count // self.bucket_of(count)),), True)
         if found != expected:
             raise FedprismError(
                 f"{name} is sent as {found[0]} {found[1]} with scales {found[2]}; expected {expected[0]} {expected[1]} "
