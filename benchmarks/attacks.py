@@ -26,7 +26,7 @@ import torch
 import fedprism as fp
 from fedprism.methods.base import State
 from fedprism.records import Protocol, outcome
-from fedprism.transforms.base import UploadContext, Transform
+from fedprism.transforms.base import Transform, UploadContext
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "digits-skew.yaml"
 ATTACKER = "plain-1"

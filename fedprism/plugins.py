@@ -86,7 +86,7 @@ class Plugins(Registry[type[T]], Generic[T]):
         if wanted not in classes:
             raise ConfigError(
                 f"{path!r} holds the {self.kind}s {sorted(classes) or 'none'}"
-                + (f", not {wanted!r}; write {path}:CLASS." if wanted else f"; say which one: {path}:CLASS.")
+                + (f", not {wanted!r}; write {path}:CLASS." if wanted else f"; write {path}:CLASS.")
             )
         return self._checked(classes[wanted], name)
 

@@ -51,7 +51,7 @@ def unequal(tiny: Federation) -> Federation:
 
 @pytest.fixture(scope="session")
 def spare() -> Iterator[Pool]:
-    """Worker processes that no engine has at the moment (`Borrowed` in test_processes.py)."""
+    """Worker processes that no engine has at the moment (`Borrowed` in harness.py)."""
     pool: Pool = []
     yield pool
     end_all(pool, os.getpid())

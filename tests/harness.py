@@ -34,6 +34,8 @@ from fedprism import keys
 from fedprism.config import Config, structure
 from fedprism.conformance.spies import Spy
 from fedprism.engines import EngineFactory
+from fedprism.engines.processes.engine import Processes
+from fedprism.engines.processes.handle import Pool
 from fedprism.federation import Federation, Split, build_federation
 from fedprism.methods import METHODS, make
 from fedprism.methods.base import Method, State
@@ -63,6 +65,10 @@ SIX = {
     "fedpick": "noise, masks, sweeps without gradients and several passes",
     "fedfomo": "the server keeps each client's upload, and every client is sent something else",
 }
+
+
+# Of these methods clients store nothing: all leaves are sent in every round, and nothing else is read.
+NOTHING = {"fedavg", "fedprox", "finetune", "per-fedavg"}
 
 
 def by_method(names: Iterable[str] = METHODS, default: Collection[str] = SIX) -> list[Any]:
@@ -281,6 +287,34 @@ class Slope(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         s = x.flatten(1) @ torch.tensor([4.0, 2.0])
         return torch.stack([torch.zeros_like(s), s * self.w], dim=1)
+
+
+# --- worker processes that go from one test to the next ---------------------------------------------------------------
+
+
+class Borrowed(Processes):
+    """The engine, with workers of the engine before it, which it leaves to the next one."""
+
+    spare: Pool
+
+    @classmethod
+    def of(cls, spare: Pool, count: int, method: Method, config: Config, federation: Federation) -> Borrowed:
+        config = replace(config, run=replace(config.run, workers=count))
+        info = make_info(config, federation.names, federation.classes, federation.shape)
+        engine = cls(method, config, info, federation, CPU)
+        engine.spare = spare
+        while spare and len(engine.pool) < count:
+            engine.pool.append(spare.pop())
+            engine._set_up(engine.pool[-1])
+        return engine
+
+    def close(self) -> None:
+        for handle in self.pool:
+            if handle.process.poll() is None and not handle.under_way:
+                self.spare.append(handle)
+            else:
+                handle.end(at_once=True)
+        self.pool.clear()
 
 
 # --- batches and killed runs (methods' own tests, resuming) ----------------------------------------------------------

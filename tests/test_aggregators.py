@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -15,9 +15,9 @@ import torch
 
 import fedprism as fp
 from fedprism import api
-from fedprism.aggregators import AGGREGATORS, Aggregator, Median, NormBounded, AcceptedUpload, TrimmedMean, WeightedMean
+from fedprism.aggregators import AGGREGATORS, AcceptedUpload, Aggregator, Median, NormBounded, TrimmedMean, WeightedMean
 from fedprism.config import Config, Named, structure
-from fedprism.errors import ConfigError
+from fedprism.errors import ConfigError, FedprismError
 from fedprism.federation import Federation
 from fedprism.methods import METHODS
 from fedprism.methods.base import Context, Method, State, UploadKind
@@ -279,6 +279,28 @@ def test_bad_settings_are_refused(aggregator: Any, words: str, unequal: Federati
     with pytest.raises(ConfigError) as error:
         loop_for(fp.FedAvg(), config_of(model=MLP, server={"aggregator": aggregator}), unequal)
     assert words in str(error.value)
+
+
+@dataclass(frozen=True)
+class Wrong(Aggregator):
+    """an aggregator that returns something else"""
+
+    what: Literal["none", "few", "double"] = "none"
+
+    def aggregate(self, uploads: Sequence[AcceptedUpload]) -> State:
+        whole = super().aggregate(uploads)
+        if self.what == "none":
+            return None  # type: ignore[return-value]
+        return dict(list(whole.items())[1:]) if self.what == "few" else {n: t.double() for n, t in whole.items()}
+
+
+@pytest.mark.parametrize(
+    ("what", "found"), [("none", "returned None"), ("few", "weight it returned nothing"), ("double", "torch.float64")]
+)
+def test_what_an_aggregator_returns_is_checked(what: str, found: str, unequal: Federation) -> None:
+    settings = config_of(model=MLP, server={"aggregator": {"name": f"{__name__}:Wrong", "what": what}})
+    with pytest.raises(FedprismError, match=f"aggregator wrong must return .*{found}"):
+        loop_for(fp.FedAvg(), settings, unequal).run([])
 
 
 def test_an_aggregator_of_ones_own_from_a_file(tmp_path: Path, unequal: Federation) -> None:

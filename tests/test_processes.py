@@ -35,7 +35,7 @@ from fedprism.engines.processes import engine as processes
 from fedprism.engines.processes import handle as handles
 from fedprism.engines.processes.buffer import SharedBuffer
 from fedprism.engines.processes.engine import Processes
-from fedprism.engines.processes.handle import Pool, WorkerHandle, end_all
+from fedprism.engines.processes.handle import Pool, WorkerHandle
 from fedprism.engines.processes.imports import why_not
 from fedprism.engines.processes.worker import pack
 from fedprism.engines.queue import ClientQueue
@@ -48,7 +48,7 @@ from fedprism.round.client import make_info
 from fedprism.round.events import Callback
 from fedprism.round.loop import Loop
 from fedprism.store.serialize import size
-from tests.harness import CPU, Collect, by_method, cut, left_by, loop_for, remembering, same
+from tests.harness import CPU, Borrowed, Collect, by_method, cut, left_by, loop_for, remembering, same
 
 pytestmark = [pytest.mark.skipif(os.name != "posix", reason="worker processes need Linux or macOS"), pytest.mark.full]
 
@@ -59,39 +59,6 @@ EVERYTHING = {
     "clients": {"participation": 0.7, "dropout": 0.5, "broadcast": "all"},
     "evaluate": {"moments": list(MOMENTS)},
 }
-
-
-@pytest.fixture(scope="module")
-def spare() -> Iterator[Pool]:
-    """Workers that no engine has at the moment."""
-    pool: Pool = []
-    yield pool
-    end_all(pool, os.getpid())
-
-
-class Borrowed(Processes):
-    """The engine, with workers of the engine before it, which it leaves to the next one."""
-
-    spare: Pool
-
-    @classmethod
-    def of(cls, spare: Pool, count: int, method: Method, config: Config, federation: Federation) -> Borrowed:
-        config = replace(config, run=replace(config.run, workers=count))
-        info = make_info(config, federation.names, federation.classes, federation.shape)
-        engine = cls(method, config, info, federation, CPU)
-        engine.spare = spare
-        while spare and len(engine.pool) < count:
-            engine.pool.append(spare.pop())
-            engine._set_up(engine.pool[-1])
-        return engine
-
-    def close(self) -> None:
-        for handle in self.pool:
-            if handle.process.poll() is None and not handle.under_way:
-                self.spare.append(handle)
-            else:
-                handle.end(at_once=True)
-        self.pool.clear()
 
 
 def run(

@@ -31,8 +31,7 @@ from fedprism.round.client import make_info
 from fedprism.round.events import Callback, RoundRecord, Snapshot
 from fedprism.store import clients as client_store
 from fedprism.store.clients import ClientStore, DiskStore, Files, MemoryStore, clients_at_once
-from tests.harness import CPU, RUN, by_method, killed, loop_for
-from tests.test_stored import NOTHING
+from tests.harness import CPU, NOTHING, RUN, by_method, killed, loop_for
 from tests.toy_records import CLIENTS, DAMAGE, checkpoints, identical, newest_file, results, toy_config, toy_run
 
 pytestmark = pytest.mark.full

@@ -37,12 +37,11 @@ from fedprism.round.engine import Result
 from fedprism.round.events import Callback, RoundRecord, Snapshot
 from fedprism.store import clients as client_store
 from fedprism.store.serialize import size
-from tests.harness import Collect, by_method, config_of, loop_for, models_of, part, same
+from tests.harness import NOTHING, Collect, by_method, config_of, loop_for, models_of, part, same
 
 pytestmark = pytest.mark.full
 
 BN = {"name": "lenet-bn"}
-NOTHING = {"fedavg", "fedprox", "finetune", "per-fedavg"}  # all leaves are sent in every round and nothing else is read
 
 
 # --- which leaves ----------------------------------------------------------------------------------------------------

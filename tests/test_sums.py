@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import os
 import random
+import re
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -24,15 +25,15 @@ from fedprism.engines.cuda.engine import CudaGraphs
 from fedprism.engines.inprocess import InProcess
 from fedprism.engines.processes.handle import Pool
 from fedprism.engines.queue import ClientQueue
+from fedprism.errors import FedprismError
 from fedprism.federation import Federation
 from fedprism.methods import METHODS
-from fedprism.methods.base import Client, Context, Method, State, Upload
+from fedprism.methods.base import Client, Context, Mean, Method, Net, State, Upload, UploadKind
 from fedprism.methods.states import WeightedSum, average
-from fedprism.round.client import make_info
+from fedprism.round.client import Job, client_receive, make_info
 from fedprism.round.engine import Failure, Request, Result
 from fedprism.round.loop import Loop, in_order
-from tests.harness import CPU, MLP, Collect, config_of, cut, engine_run, loop_for, same
-from tests.test_processes import Borrowed
+from tests.harness import CPU, MLP, Borrowed, Collect, config_of, cut, engine_run, loop_for, same
 
 pytestmark = pytest.mark.full
 
@@ -77,7 +78,6 @@ def test_a_sum_by_hand() -> None:
     assert (found["n"].item(), found["n"].dtype) == (2, torch.int64)
     assert total.result(2.0)["w"].tolist() == [8.0, 10.0]
     assert total.result(2.0)["n"].item() == 4, "1.75 times two is 3.5, and not two times 2"
-    assert total.weight == 1.0
 
 
 def test_adding_changes_no_upload_and_no_result_that_was_given() -> None:
@@ -399,3 +399,66 @@ def test_a_group_that_fails_says_nothing_about_the_size_of_answers(
     assert list(seen.records[1].failed) == list(five.names[:2])
     assert loop.engine.answer_size is not None
     assert loop.engine.answer_size > 1000
+
+
+# --- uploads of which there is no mean -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Extra(Method):
+    """Beside its leaves a client sends a tensor that the server does not hold; one client sends another one."""
+
+    odd: Literal["shape", "type", "names"] = "shape"
+
+    def uploads(self, model: Net, ctx: Context) -> dict[str, UploadKind]:
+        if self.odd == "names" and ctx.client_id == "plain":
+            return {}
+        return {**super().uploads(model, ctx), "extra": "buffers"}
+
+    def upload(self, client: Client, ctx: Context) -> State:
+        if self.odd == "names" and ctx.client_id == "plain":
+            return {}
+        extra = torch.zeros(3)
+        if ctx.client_id == "tinted":
+            extra = torch.zeros(2) if self.odd == "shape" else extra.double()
+        return {**super().upload(client, ctx), "extra": extra}
+
+    def combine(self, server: State, mean: Mean, ctx: Context) -> State:
+        return {name: tensor for name, tensor in {**server, **mean.state}.items() if name != "extra"}
+
+
+@pytest.mark.parametrize("aggregator", ["mean", "median"])
+@pytest.mark.parametrize("odd", ["shape", "type"])
+def test_a_leaf_unlike_that_of_the_first_client_is_a_failure(odd: Any, aggregator: str, unequal: Federation) -> None:
+    settings = config_of(model=MLP, train={"rounds": 1}, server={"aggregator": aggregator})
+    loop, seen = loop_for(Extra(odd), settings, unequal), Collect()
+    assert loop.run([seen]) == "finished"
+    ((client_id, reason),) = seen.records[1].failed.items()
+    assert client_id == "tinted"
+    assert re.match(r"extra in its upload is torch\.\w+ of .*, expected torch\.float32 of shape \(3,\) as", reason)
+
+
+def test_uploads_of_other_names_are_a_mistake_of_the_method(unequal: Federation) -> None:
+    """Also where the first client uploads nothing: its weight must not be in a mean that it is not in."""
+    with pytest.raises(FedprismError, match=r"'tinted' uploads other names than the clients before it .* `aggregate`"):
+        loop_for(Extra("names"), config_of(model=MLP), unequal).run([])
+
+
+@dataclass(frozen=True)
+class Forgets(Method):
+    """Its download leaves out what it shares."""
+
+    def decode(self, state: State, ctx: Context) -> State:
+        return {name: tensor for name, tensor in state.items() if not name.endswith("num_batches_tracked")}
+
+    def encode(self, state: State, ctx: Context) -> State:
+        return state
+
+
+def test_what_is_shared_must_be_received_or_stored(unequal: Federation) -> None:
+    words = "num_batches_tracked of client 'plain' is shared, but neither received nor stored"
+    loop = loop_for(Forgets(), config_of(), unequal)
+    client_id = unequal.names[0]
+    job = Job(loop.method, loop.config, loop.info, unequal.clients[client_id], 1)
+    with pytest.raises(FedprismError, match=words):
+        client_receive(job, {}, loop.server)

@@ -39,17 +39,17 @@ from fedprism.round.engine import Engine, Failure, Result
 from fedprism.round.events import Callback
 from fedprism.round.loop import Loop
 from fedprism.transforms import TRANSFORMS, make_transforms
-from fedprism.transforms.base import UploadContext, Transform, from_wire, to_wire
+from fedprism.transforms.base import Transform, UploadContext, from_wire, to_wire
 from fedprism.transforms.clip_norm import ClipNorm
 from fedprism.transforms.quantize import CODES, SCALES, SHAPE, Quantize
-from tests.harness import CPU, MLP, Collect, by_method, config_of, loop_for, same
-from tests.test_processes import Borrowed
+from tests.harness import CPU, MLP, Borrowed, Collect, by_method, config_of, loop_for, same
 
 pytestmark = pytest.mark.full
 
 VICTIM = "blurred-1"  # of six clients
 LEAVES = (768 * 16, 16, 16 * 8, 8, 8 * 10, 10)  # numbers in each leaf of MLP
 CLIPPED = {"name": "clip_norm", "max": 0.3, "kinds": ["weights", "factors", "prototype"]}
+ALL = ["weights", "buffers", "factors"]
 QUANTIZED = {"name": "quantize", "bits": 8, "kinds": ["weights", "factors", "prototype"]}
 
 
@@ -469,8 +469,16 @@ class Doubles(Transform):
 
 
 REFUSED: list[tuple[str, list[Any], str]] = [
-    ("fedavg", ["quantize", "clip_norm"], "transforms: clip_norm comes after quantize, which packs what it acts on"),
-    ("fedavg", ["quantize", "quantize"], "transforms: quantize comes after quantize, which packs what it acts on"),
+    (
+        "fedavg",
+        ["quantize", "clip_norm"],
+        "transforms: clip_norm acts on weights, but comes after quantize, which packs these; put it before",
+    ),
+    (
+        "fedavg",
+        ["quantize", "quantize"],
+        "transforms: quantize acts on weights, but comes after quantize, which packs these; put it before",
+    ),
     ("local", ["clip_norm"], "transforms: clip_norm acts on weights, factors, but local uploads nothing"),
     ("fedproto", ["quantize"], "transforms: quantize acts on weights, factors, but fedproto uploads prototype"),
     ("fedavg", [{"name": "quantize", "kinds": []}], "transforms: quantize acts on nothing, but fedavg uploads weights"),
@@ -497,6 +505,56 @@ def test_a_later_transform_may_take_other_kinds(unequal: Federation) -> None:
     assert {"quantize/error", "clip_norm/length"} <= seen.records[1].logs["plain"].keys()
     for name in (name for name in loop.server if name.endswith("running_mean")):
         assert loop.server[name].norm() < 3 * 1.01e-3, "three rounds of nearly nothing"
+
+
+def test_two_of_one_kind_stand_beside_each_other(unequal: Federation) -> None:
+    """Weights with 4 bits and statistics with 8: each half unpacks its own, and what both log is told apart."""
+    both = [{"name": "quantize", "bits": 4}, {"name": "quantize", "bits": 8, "kinds": ["buffers"]}]
+    _, seen = run(fp.FedAvg(), config_of(transforms=both), unequal)
+    assert not any(record.failed for record in seen.records)
+    logs = seen.records[1].logs["plain"]
+    assert logs["quantize/bytes"] < 0.2 < 0.25 < logs["quantize/bytes#2"]
+    with pytest.raises(ConfigError, match="clip_norm acts on weights, but comes after quantize, which packs these"):
+        loop_for(fp.FedAvg(), config_of(transforms=["quantize", {"name": "clip_norm", "kinds": ALL}]), unequal)
+
+
+def test_statistics_of_fedkd_are_not_quantized(unequal: Federation) -> None:
+    """Its updates of weights are factors; a rounded variance could fall below zero."""
+    loop = loop_for(METHODS["fedkd"](), config_of(), unequal)
+    kinds = loop.declared("plain", 0)
+    assert {kind for name, kind in kinds.items() if "running" in name or "tracked" in name} == {"buffers"}
+    assert {kind for name, kind in kinds.items() if name.endswith(".weight")} == {"factors"}
+
+
+def test_a_bucket_is_no_longer_than_its_leaf() -> None:
+    codes, scales = Quantize(bucket=10**9).rounded(torch.ones(10), torch.Generator().manual_seed(0))
+    assert (codes.tolist(), scales.shape) == ([127] * 10, (1,))
+
+
+@dataclass(frozen=True)
+class Picky(Transform):
+    """Its server's half divides by zero; its client's half logs a tensor or, with `gives`, returns none."""
+
+    gives: bool = True
+
+    def client(self, upload: State, context: UploadContext) -> State:
+        context.log("picky/sum", torch.stack([t.double().sum() for t in upload.values()]).sum())
+        return upload if self.gives else None  # type: ignore[return-value]
+
+    def server(self, sent: State, context: UploadContext) -> State:
+        if context.ctx.client_id == "tinted":
+            raise ZeroDivisionError("not from you\nat all")
+        return sent
+
+
+def test_what_a_servers_half_raises_is_that_clients_failure(unequal: Federation) -> None:
+    _, seen = run(fp.FedAvg(), config_of(model=MLP, transforms=[f"{__name__}:Picky"]), unequal)
+    for record in seen.records[1:]:
+        assert record.failed == {"tinted": "its upload cannot be decoded: ZeroDivisionError: not from you"}
+        assert isinstance(record.logs["plain"]["picky/sum"], float)
+    silent = config_of(model=MLP, transforms=[{"name": f"{__name__}:Picky", "gives": False}])
+    with pytest.raises(ConfigError, match="the transform picky makes a client's upload unusable: its upload is None"):
+        loop_for(fp.FedAvg(), silent, unequal).run([])
 
 
 def test_prototypes_are_quantized_where_this_is_asked_for(unequal: Federation) -> None:
@@ -688,7 +746,7 @@ def test_a_transform_from_a_file_is_recorded_resumed_and_shown(
     ("name", "words"),
     [
         ("{own}:Halved", "holds the transforms ['Halves', 'Undecorated'], not 'Halved'; write "),
-        ("{own}", "holds the transforms ['Halves', 'Undecorated'], not ''"),
+        ("{own}", "holds the transforms ['Halves', 'Undecorated']; write "),
         ("{own}:Unrelated", "holds the transforms ['Halves', 'Undecorated'], not 'Unrelated'"),
         ("{own}:Undecorated", "expected a frozen dataclass that derives from fedprism.Transform"),
         ("{own}x.py:Halves", "there is no file"),

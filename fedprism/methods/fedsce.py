@@ -82,6 +82,8 @@ class FedSCE(Method):
     def estimates(self) -> bool:
         return not {"dml", "ce"} & set(self.without)
 
+    needs_all_uploads = estimates  # without contributions it is a weighted mean
+
     def build(self, arch: Arch, client_id: str | None, info: Info, seed: int) -> nn.Module:
         parts: dict[str, nn.Module] = {"local": arch.model(seed)}
         if "dml" not in self.without:
@@ -163,10 +165,6 @@ class FedSCE(Method):
         for name, value in far.items():
             client.log(name, value)
         return {**super().upload(client, ctx), **far}
-
-    @property
-    def needs_all_uploads(self) -> bool:
-        return self.estimates or type(self).aggregate is not FedSCE.aggregate
 
     def aggregate(self, server: State, uploads: Sequence[Upload], ctx: Context) -> State:
         if not self.estimates:

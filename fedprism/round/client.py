@@ -112,10 +112,11 @@ def arrive(client: Client, job: Job, state: State | None, download: State) -> Co
             if state is None:
                 state = method.build(info.arch_of(client_id), client_id, info, info.seed).state_dict()
             lost = {name: tensor for name, tensor in own.items() if name not in state}  # another client's, in this slot
-            if lost and type(method).receive is Method.receive:
+            missing = [name for name in ctx.shared if name in lost]
+            if missing and type(method).receive is Method.receive:
                 raise FedprismError(
-                    f"{method.id}: {some(lost)} of client {client_id!r} is neither received nor stored. Let `send` and "
-                    "`decode` give all that is shared, or name it in `stored`."
+                    f"{method.id}: {some(missing)} of client {client_id!r} is shared, but neither received nor stored. "
+                    "Let `send` and `decode` give all that is shared, or name it in `stored`."
                 )
             fill_nan(lost.values())
             load(client.model, {name: tensor for name, tensor in state.items() if name not in replaced})

@@ -43,7 +43,8 @@ def accept(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever decoding makes of what somebody else has sent
-        return Failure(f"its upload cannot be decoded: {type(error).__name__}: {error}")
+        words = str(error).partition("\n")[0][:200]
+        return Failure(f"its upload cannot be decoded: {type(error).__name__}: {words}")
     if wrong is not None:
         return Failure(wrong)
     found = result.checked
@@ -70,8 +71,8 @@ def _other_than_declared(upload: State, kinds: Mapping[str, str], server: State)
     return None
 
 
-def _kind(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+def _kind(tensor: object) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else f"{tensor!r}"[:40]
 
 
 def longest_update(server: State, usual: float | None) -> float:
@@ -190,18 +191,20 @@ class RoundUploads:
             return {}
         some = [replace(sent, state={name: sent.state[name] for name in names}) for sent in kept]
         merged = self.aggregator.aggregate(some)
-        wrong = malformed(merged)
-        expected = {name: _kind(tensor) for name, tensor in some[0].state.items()}
-        if wrong is not None or {name: _kind(tensor) for name, tensor in merged.items()} != expected:
+        wrong = _difference(merged, some[0].state)
+        if wrong is not None:
             raise FedprismError(
-                f"server.aggregator {self.aggregator.id} must return a state with the names, types and shapes of the "
-                f"uploads, such as {next(iter(expected.items()))}; it returned {_names_and_kinds(merged)}."
+                f"server.aggregator {self.aggregator.id} must return the names, types and shapes of the uploads: {wrong}."
             )
         return merged
 
 
-def _names_and_kinds(state: object) -> str:
-    if not isinstance(state, Mapping):
-        return f"{state!r}"[:60]
-    found = [f"{name}: {_kind(each) if isinstance(each, torch.Tensor) else each!r}" for name, each in state.items()]
-    return ", ".join(found[:3]) or "nothing"
+def _difference(found: object, expected: State) -> str | None:
+    """How what an aggregator returned differs from an upload."""
+    if not isinstance(found, Mapping):
+        return f"it returned {'None' if found is None else type(found).__name__}"
+    for name in {**expected, **found}:
+        given, wanted = (_kind(each[name]) if name in each else "nothing" for each in (found, expected))
+        if given != wanted:
+            return f"of {name} it returned {given}, expected {wanted}"
+    return None
