@@ -29,12 +29,12 @@ from fedprism.records import Protocol, RunDirectory, RunRecord, read_run, run_st
 from fedprism.records.read import common_folder
 from fedprism.report.table import Table
 from fedprism.report.table import table as make_table
-from fedprism.round.client import make_info
+from fedprism.round.client import make_info, uploaded_kinds
 from fedprism.round.events import Callback
 from fedprism.round.loop import make_loop
 from fedprism.summary import write_comparison
 from fedprism.transforms import make_transforms
-from fedprism.transforms.base import suffixes
+from fedprism.transforms.base import check_transforms, suffixes
 
 ENDED = ("finished", "diverged")  # nothing is left to run
 
@@ -257,13 +257,17 @@ def compare(
 
 
 def _check_models(cells: Sequence[Cell], federations: dict[int, Federation]) -> None:
-    """Refuse methods that need one architecture for all clients, where these differ, before any run begins."""
-    if not cells or cells[0].config.model.per_client is None:
+    """Refuse methods that need one architecture for all clients, where these differ, or upload nothing that the
+    transforms act on, before any run begins."""
+    if not cells or (cells[0].config.model.per_client is None and not cells[0].config.transforms):
         return
     config = cells[0].config
     made = federations[config.seed] = build_federation(config.data, config.seed)
+    info = make_info(config, made.names, made.classes, made.shape)
     methods = {cell.config.method.name: make(cell.config.method) for cell in cells}
-    check_mixed(list(methods.values()), make_info(config, made.names, made.classes, made.shape))
+    check_mixed(list(methods.values()), info)
+    for method in methods.values():
+        check_transforms(make_transforms(config.transforms), method.id, uploaded_kinds(method, config, info))
 
 
 def _run_cell(cell: Cell, federations: dict[int, Federation], callbacks: Sequence[Callback]) -> None:

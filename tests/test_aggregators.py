@@ -299,7 +299,7 @@ class Wrong(Aggregator):
 )
 def test_what_an_aggregator_returns_is_checked(what: str, found: str, unequal: Federation) -> None:
     settings = config_of(model=MLP, server={"aggregator": {"name": f"{__name__}:Wrong", "what": what}})
-    with pytest.raises(FedprismError, match=f"aggregator wrong must return .*{found}"):
+    with pytest.raises(FedprismError, match=f"aggregator wrong must return names, types and shapes .*{found}"):
         loop_for(fp.FedAvg(), settings, unequal).run([])
 
 

@@ -289,7 +289,7 @@ def test_command_line_reference_is_up_to_date() -> None:
 def test_python_reference() -> None:
     text = text_of(DOCS / "api.md")
     names = "train compare resume load Run ClientModel Federation make_federation Config Callback"
-    for name in (*names.split(), "Method", "Client", "Context", "Pass", "Output", "Upload"):
+    for name in (*names.split(), "Method", "Client", "Context", "Pass", "Output", "Upload", "Transform", "Aggregator"):
         assert f"\n::: fedprism.{name}\n" in text
         assert hasattr(fedprism, name)
 

@@ -311,6 +311,17 @@ def stored_bytes(method: Method, config: Config, info: Info, client_id: str) -> 
     return max(size({name: own[name] for name in stored_names(method, model, ctx)}) for ctx in contexts)
 
 
+def uploaded_kinds(method: Method, config: Config, info: Info) -> list[UploadKind]:
+    """The kinds of leaves that clients upload, in the first round or the last: after a warm-up they may be others."""
+    found: list[UploadKind] = []
+    for client_id in {arch: client_id for client_id, arch in info.archs.items()}.values() if config.transforms else ():
+        model = method.build(info.archs[client_id], client_id, info, info.seed)
+        for round in (0, config.train.rounds - 1):
+            ctx = make_context(method, config, info, model, round, client_id)
+            found += method.uploads(model, ctx).values()
+    return list(dict.fromkeys(found))
+
+
 def chosen(configured: str, of_method: str) -> str:
     """A setting's value, where `method` means what the method's paper says."""
     return of_method if configured == "method" else configured

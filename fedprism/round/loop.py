@@ -28,7 +28,7 @@ from fedprism.methods import leaves, server_optimizer
 from fedprism.methods.base import Context, Info, Method, State, UploadKind
 from fedprism.methods.mixed import check_mixed
 from fedprism.models import Arch
-from fedprism.round.client import chosen, due, make_context, stored_bytes
+from fedprism.round.client import chosen, due, make_context, stored_bytes, uploaded_kinds
 from fedprism.round.engine import ClientScores, Engine, Failure, Request, Result
 from fedprism.round.events import Callback, Plan, RoundRecord, Score, Snapshot, Status
 from fedprism.round.server import RoundUploads
@@ -315,13 +315,7 @@ def make_loop(method: Method, config: Config, info: Info, federation: Federation
     transforms, aggregator = make_transforms(config.transforms), make_aggregator(config.server.aggregator)
     loop = Loop(method, config, info, federation, engine, models, engine.place(server), states, transforms, aggregator)
     check_aggregator(aggregator, method)
-    kinds = [
-        kind
-        for round in (0, config.train.rounds - 1)
-        for c in owners.values()
-        for kind in loop.declared(c, round).values()
-    ]
-    check_transforms(transforms, method.id, list(dict.fromkeys(kinds)))
+    check_transforms(transforms, method.id, uploaded_kinds(method, config, info))
     if not server_optimizer.is_plain(config.server):
         rounds = {0, config.train.rounds - 1}  # after a warm-up less may be sent, or more
         if not any(loop.sent_weights(round, [*owners.values()]) for round in rounds):

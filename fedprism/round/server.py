@@ -194,7 +194,7 @@ class RoundUploads:
         wrong = _difference(merged, some[0].state)
         if wrong is not None:
             raise FedprismError(
-                f"server.aggregator {self.aggregator.id} must return the names, types and shapes of the uploads: {wrong}."
+                f"server.aggregator {self.aggregator.id} must return names, types and shapes of the uploads: {wrong}."
             )
         return merged
 
