@@ -106,6 +106,14 @@ def test_without_local_there_is_no_gain(runs: list[RunRecord]) -> None:
     assert "Gain:" not in str(result)
 
 
+def test_local_needs_no_transforms_and_no_aggregator_to_give_a_gain() -> None:
+    """It sends nothing, so it cannot be run with them."""
+    other = {"transforms": [{"name": "clip_norm"}], "server": {"aggregator": "median"}}
+    result = table([record("local", 0, {"north": 70}), record("fedavg", 0, {"north": 75}, config=other)])
+    assert cell(result, "fedavg", "gain") == (5.0, None)
+    assert "These runs differ in more than their method: transforms" in str(result)
+
+
 def test_local_on_other_data_gives_no_gain() -> None:
     other = {"data": {"samples": 30}}
     result = table([record("local", 0, {"a": 50}, config=other), record("fedavg", 0, {"a": 60})])

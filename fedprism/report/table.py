@@ -25,6 +25,7 @@ MORE = ("spread", "balanced accuracy", "macro F1")  # figures that only the CSV 
 BELOW = tuple(f"{share} % of clients below" for share in SHARES)  # likewise, in place of the clients' columns
 LOCAL = "local"
 _APART = ("seed", "run", "method", "evaluate")  # what may differ between runs that are compared
+_UPLOADS = ("transforms", "server")  # what training alone does not depend on
 
 
 @dataclass(frozen=True)
@@ -219,9 +220,10 @@ def _alone(
     key: str, groups: Mapping[str, Mapping[int, RunRecord]], outcomes: Mapping[str, list[Outcome]]
 ) -> list[Outcome]:
     """The runs of training alone that differ only in the method."""
-    mine = _key(next(iter(groups[key].values())), _APART)
+    apart = (*_APART, *_UPLOADS)
+    mine = _key(next(iter(groups[key].values())), apart)
     firsts = {other: next(iter(group.values())) for other, group in groups.items()}
-    alike = [k for k, record in firsts.items() if record.method == LOCAL and _key(record, _APART) == mine]
+    alike = [k for k, record in firsts.items() if record.method == LOCAL and _key(record, apart) == mine]
     return outcomes[alike[0]] if len(alike) == 1 else []
 
 
