@@ -111,7 +111,7 @@ def test_local_needs_no_transforms_and_no_aggregator_to_give_a_gain() -> None:
     other = {"transforms": [{"name": "clip_norm"}], "server": {"aggregator": "median"}}
     result = table([record("local", 0, {"north": 70}), record("fedavg", 0, {"north": 75}, config=other)])
     assert cell(result, "fedavg", "gain") == (5.0, None)
-    assert "These runs differ in more than their method: transforms" in str(result)
+    assert "These runs differ in more than their method: server.aggregator.name, transforms." in str(result)
 
 
 def test_local_on_other_data_gives_no_gain() -> None:
