@@ -17,8 +17,10 @@ from torch import Tensor
 from fedprism.config import Named, positive, setting
 from fedprism.errors import ConfigError
 from fedprism.methods.base import Method, State, average
-from fedprism.methods.states import length, update_of
+from fedprism.methods.states import WeightedSum, length, update_of
 from fedprism.plugins import Plugins
+
+AT_ONCE = 2**20  # numbers of all uploads together that are sorted at a time
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class TrimmedMean(Aggregator):
         # A product such as 0.1 x 30 is a little more than 3; 9 digits are enough for a share.
         many = len(uploads)
         cut = min(-int(-round(self.trim * many, 9) // 1), (many - 1) // 2)
-        return _by_leaf(uploads, lambda rows: rows.sort(0).values[cut : many - cut].mean(0))
+        return _by_number(uploads, lambda rows: rows.sort(0).values[cut : many - cut].mean(0))
 
 
 @AGGREGATORS.register("median")
@@ -115,7 +117,7 @@ class Median(Aggregator):
 
     def aggregate(self, uploads: Sequence[AcceptedUpload]) -> State:
         cut = (len(uploads) - 1) // 2
-        return _by_leaf(uploads, lambda rows: rows.sort(0).values[cut : len(uploads) - cut].mean(0))
+        return _by_number(uploads, lambda rows: rows.sort(0).values[cut : len(uploads) - cut].mean(0))
 
 
 @AGGREGATORS.register("norm_bounded")
@@ -135,15 +137,18 @@ class NormBounded(Aggregator):
     )
 
     def aggregate(self, uploads: Sequence[AcceptedUpload]) -> State:
-        states = [dict(each.state) for each in uploads]
-        for kind in dict.fromkeys(kind for each in uploads for kind in each.kinds.values() if kind != "scalar"):
-            lengths = [float(length(_update(each, kind))) for each in uploads]
-            bound = statistics.median(lengths) if self.max is None else self.max
-            for state, each, found in zip(states, uploads, lengths, strict=True):
-                if found > bound:
-                    update = {name: u * (bound / found) for name, u in _update(each, kind).items()}
+        kinds = dict.fromkeys(kind for each in uploads for kind in each.kinds.values() if kind != "scalar")
+        lengths = {kind: [float(length(_update(each, kind))) for each in uploads] for kind in kinds}
+        bounds = {kind: statistics.median(lengths[kind]) if self.max is None else self.max for kind in kinds}
+        total = WeightedSum()
+        for place, each in enumerate(uploads):
+            state = dict(each.state)
+            for kind, bound in bounds.items():
+                if lengths[kind][place] > bound:
+                    update = {name: u * (bound / lengths[kind][place]) for name, u in _update(each, kind).items()}
                     state |= {n: each.origin[n] + u if n in each.origin else u for n, u in update.items()}
-        return average(states, [each.weight for each in uploads])
+            total.add(state, each.weight)
+        return total.result()
 
 
 def _update(sent: AcceptedUpload, kind: str) -> State:
@@ -152,11 +157,15 @@ def _update(sent: AcceptedUpload, kind: str) -> State:
     return update_of(leaves, sent.origin)
 
 
-def _by_leaf(uploads: Sequence[AcceptedUpload], one: Callable[[Tensor], Tensor]) -> State:
-    """A state whose every leaf is `one` of the rows `[uploads, ...]`; whole numbers in double precision."""
-    merged = {}
+def _by_number(uploads: Sequence[AcceptedUpload], one: Callable[[Tensor], Tensor]) -> State:
+    """A state of what `one` makes of rows `[uploads, numbers]`; whole numbers in double precision.
+
+    A part of a leaf at a time: sorting takes several times the memory of what is sorted.
+    """
+    merged, columns = {}, max(1, AT_ONCE // len(uploads))
     for name, first in uploads[0].state.items():
-        rows = torch.stack([each.state[name] for each in uploads])
-        found = one(rows if first.is_floating_point() else rows.double())
-        merged[name] = found if first.is_floating_point() else found.round().to(first.dtype)
+        dtype = first.dtype if first.is_floating_point() else torch.float64
+        pieces = zip(*(torch.split(each.state[name].flatten(), columns) for each in uploads), strict=True)
+        found = torch.cat([one(torch.stack(rows).to(dtype)) for rows in pieces])
+        merged[name] = (found if dtype == first.dtype else found.round().to(first.dtype)).view(first.shape)
     return merged

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fedprism as fp
-from fedprism import api
+from fedprism import aggregators, api
 from fedprism.aggregators import AGGREGATORS, AcceptedUpload, Aggregator, Median, NormBounded, TrimmedMean, WeightedMean
 from fedprism.config import Config, Named, structure
 from fedprism.errors import ConfigError, FedprismError
@@ -95,6 +95,16 @@ def test_median(count: int) -> None:
     """NumPy's, which is the mean of the middle two of an even number."""
     sent = uploads_of(count)
     assert_is(Median().aggregate(sent), {n: np.median(v, axis=0) for n, v in rows(sent).items()}, sent[0].state)
+
+
+@pytest.mark.parametrize("aggregator", [TrimmedMean(), Median()])
+def test_leaves_are_sorted_in_parts_of_any_size(aggregator: Aggregator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One number at a time, or two: an odd one is left at the end of a leaf."""
+    sent = uploads_of(5)
+    whole = aggregator.aggregate(sent)
+    for numbers in (1, 2):
+        monkeypatch.setattr(aggregators, "AT_ONCE", numbers * len(sent))
+        assert same(aggregator.aggregate(sent), whole)
 
 
 @pytest.mark.parametrize("count", [1, 4, 7])
