@@ -163,6 +163,28 @@ def test_same_method_with_other_settings_is_another_row() -> None:
     assert list(grouped([record("fedprox", s, {"a": 70}, mu=0.1) for s in (0, 1)])) == ["fedprox"]
 
 
+def test_runs_with_other_transforms_are_told_apart_by_what_differs() -> None:
+    """Settings that all transforms of a name have in common are left out."""
+    clip = {"name": "clip_norm", "max": 1.0}
+    four, eight = ({"name": "quantize", "kinds": ["weights"], "bits": bits} for bits in (4, 8))
+    lists = ([], [clip], [clip, four], [eight])
+    result = table([record("fedavg", 0, {"a": 70}, config={"transforms": each}) for each in lists])
+    assert [row.label.removeprefix("fedavg ") for row in result.rows] == [
+        "(transforms=[])",
+        "(transforms=[clip_norm])",
+        "(transforms=[clip_norm, {name: quantize, bits: 4}])",
+        "(transforms=[{name: quantize, bits: 8}])",
+    ]
+
+
+def test_clients_that_failed_are_named_with_the_most_frequent_reason() -> None:
+    made = record("fedavg", 0, *[{"a": 70, "b": 70}] * 3)
+    failed: list[dict[str, str]] = [{}, {"b": "gone"}, {"a": "late", "b": "gone"}, {"b": "gone"}]
+    rounds = tuple(replace(each, failed=some) for each, some in zip(made.rounds, failed, strict=True))
+    notes = table([replace(made, rounds=rounds)]).notes
+    assert "fedavg, seed 0: 4 of 6 times a client failed in a round (b, a: gone)." in notes
+
+
 def test_the_same_run_twice_is_refused() -> None:
     with pytest.raises(RecordError, match="the same run twice: fedavg with seed 0"):
         table([record("fedavg", 0, {"a": 70}), record("fedavg", 0, {"a": 71})])

@@ -34,6 +34,7 @@ from fedprism.methods import METHODS
 from fedprism.methods.base import Context, Method, State, UploadKind
 from fedprism.methods.fedkd import FedKD
 from fedprism.records import RunDirectory, read_run
+from fedprism.report.html import page
 from fedprism.round.client import make_info
 from fedprism.round.engine import Engine, Failure, Result
 from fedprism.round.events import Callback
@@ -740,6 +741,9 @@ def test_a_transform_from_a_file_is_recorded_resumed_and_shown(
     assert "Means over 9 uploads." in shown
     sent = next(iter(record.rounds[1].up.values()))
     assert f"bytes of an upload, as it is sent {sent:,}" in shown
+    _, _, section = page([record]).partition("What transforms did to uploads")
+    assert "halves/share: the share that is sent" in section
+    assert f"{sent:,}" in section
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def _print_details(record: RunRecord, protocol: str | None) -> None:
         print_table(different)
     for name, value in record.decided.items():
         typer.echo(f"\n{name}: {value}")
-    if (done := transforms(record)) is not None:
+    if (done := transforms([record])) is not None:
         stdout().print(Text("\ntransforms of uploads", style="bold"))
         print_table(done)
     if (values := last_values(record, protocol)) is not None:

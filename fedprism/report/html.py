@@ -16,6 +16,7 @@ from fedprism.records import Protocol, RunRecord
 from fedprism.report import canvas, figures, formats
 from fedprism.report.models import models
 from fedprism.report.table import GAIN, LOCAL, MANY, Table, grouped, table
+from fedprism.report.transforms import transforms
 
 Pictures = Mapping[str, bytes] | str  # client -> images side by side as PNG; or a sentence that says why there are none
 
@@ -46,6 +47,7 @@ def page(records: Sequence[RunRecord], protocol: Protocol | str | None = None, p
         ("Inside each method", _diagnostics(records)),
         ("What each client trains", _models(records)),
         ("What each client sees", _pictures(first, pictures)),
+        ("What transforms did to uploads", _transforms(records)),
         ("Traffic and time", _traffic(records)),
         ("What was run", _settings(records)),
     ]
@@ -167,6 +169,12 @@ def _pictures(record: RunRecord, pictures: Pictures) -> str:
     if more > 0:
         rows.append(f'<p class="note">and {more} more clients</p>')
     return "\n".join(rows)
+
+
+def _transforms(records: Sequence[RunRecord]) -> str:
+    """A table for each row of the result whose runs have transforms that record something."""
+    grids = {label: transforms(group) for label, group in grouped(records).items()}
+    return "\n".join(f"<h3>{escape(label)}</h3>\n{formats.html(grid)}" for label, grid in grids.items() if grid)
 
 
 def _traffic(records: Sequence[RunRecord]) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from io import StringIO
 
 from fedprism.config import plain
-from fedprism.errors import RecordError, unknown
+from fedprism.errors import RecordError, some, unknown
 from fedprism.records import Figure, Gain, Outcome, Protocol, RunRecord, flat, gain, outcome, summarise
 from fedprism.records.protocol import figure, paths_of
 from fedprism.records.runfile import comparable
@@ -199,10 +199,34 @@ def _labels(groups: Mapping[str, Mapping[int, RunRecord]]) -> dict[str, str]:
     labels = {}
     for key, record in first.items():
         same = [settings_of[other] for other, its in first.items() if its.method == record.method]
-        paths = [path for path in settings_of[key] if len({str(each.get(path)) for each in same}) > 1]
-        settings = ", ".join(f"{path.removeprefix('method.')}={_written(settings_of[key][path])}" for path in paths)
+        values = {path: [each.get(path) for each in same] for path in settings_of[key]}
+        odd = {path: mine for path, mine in settings_of[key].items() if len(set(map(str, values[path]))) > 1}
+        written = {path.removeprefix("method."): _written(_brief(mine, values[path])) for path, mine in odd.items()}
+        settings = ", ".join(f"{path}={text}" for path, text in written.items())
         labels[key] = f"{record.method} ({settings})" if settings else record.method
     return labels
+
+
+def _brief(value: object, of_all: Sequence[object]) -> object:
+    """A list of named things, such as transforms, without the settings that all things of that name have in common.
+
+    >>> four, eight = ([{"name": "quantize", "bits": bits, "bucket": 512}] for bits in (4, 8))
+    >>> _brief(four, [four, eight, []])
+    [{'name': 'quantize', 'bits': 4}]
+    """
+    if not isinstance(value, list):
+        return value
+    named = [each for other in of_all if isinstance(other, list) for each in other if isinstance(each, dict)]
+
+    def differs(thing: Mapping[str, object], setting: str) -> bool:
+        return any(each.get(setting) != thing[setting] for each in named if each.get("name") == thing.get("name"))
+
+    return [
+        {name: each[name] for name in ("name", *each) if name == "name" or differs(each, name)}
+        if isinstance(each, dict) and "name" in each
+        else each
+        for each in value
+    ]
 
 
 def _written(value: object) -> str:
@@ -210,9 +234,14 @@ def _written(value: object) -> str:
 
     >>> _written(["cpn", "gh"]), _written(True), _written(0.5)
     ('[cpn, gh]', 'true', '0.5')
+    >>> _written([{"name": "clip_norm"}, {"name": "quantize", "bits": 4}])
+    '[clip_norm, {name: quantize, bits: 4}]'
     """
     if isinstance(value, list):
         return f"[{', '.join(map(_written, value))}]"
+    if isinstance(value, dict):
+        settings = [f"{name}: {_written(inner)}" for name, inner in value.items()]
+        return _written(value["name"]) if value.keys() == {"name"} else f"{{{', '.join(settings)}}}"
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -265,12 +294,14 @@ def _unfinished(record: RunRecord) -> list[str]:
 
 
 def _failures(record: RunRecord) -> list[str]:
-    """How often clients failed, and the most frequent reason."""
-    reasons = [reason for entry in record.rounds for reason in entry.failed.values()]
-    if not reasons:
+    """How often clients failed, which ones, and the most frequent reason."""
+    failed = [each for entry in record.rounds for each in entry.failed.items()]
+    if not failed:
         return []
     asked = sum(len(entry.down) for entry in record.rounds)
-    return [f"{len(reasons)} of {asked} times a client failed in a round ({Counter(reasons).most_common(1)[0][0]})"]
+    (reason, _), *_ = Counter(reason for _, reason in failed).most_common(1)
+    who = some(client for client, _ in Counter(client for client, _ in failed).most_common())
+    return [f"{len(failed)} of {asked} times a client failed in a round ({who}: {reason})"]
 
 
 def _differences(records: Sequence[RunRecord]) -> list[str]:

@@ -20,7 +20,7 @@ class ClipNorm(Transform):
     id = "clip_norm"
     idea = "An update u (upload minus download, all its leaves as one vector) becomes u min(1, max / |u|)."
     shows = {
-        "clip_norm/clipped": "was the update clipped: 1 or 0",
+        "clip_norm/clipped": "share of updates that were clipped",
         "clip_norm/length": "length of the update before clipping",
     }
 
