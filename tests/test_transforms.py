@@ -741,7 +741,8 @@ def test_a_transform_from_a_file_is_recorded_resumed_and_shown(
     assert "Means over 9 uploads." in shown
     sent = next(iter(record.rounds[1].up.values()))
     assert f"bytes of an upload, as it is sent {sent:,}" in shown
-    _, _, section = page([record]).partition("What transforms did to uploads")
+    before, _, section = page([record]).partition("What transforms did to uploads")
+    assert "halves/share" not in before  # not taken for something inside the method
     assert "halves/share: the share that is sent" in section
     assert f"{sent:,}" in section
 

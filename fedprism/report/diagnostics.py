@@ -31,7 +31,7 @@ class Diagnostics:
     branches: Courses = field(default_factory=dict)  # accuracy of each branch and of the whole model, 0 to 1
     means: dict[str, Course] = field(default_factory=dict)  # the same, mean over all clients that were tested by then
     values: Courses = field(default_factory=dict)  # means and quantiles over the test images
-    logs: Courses = field(default_factory=dict)  # means over the training of a round, without losses
+    logs: Courses = field(default_factory=dict)  # means over the training of a round, without losses and transforms
 
     @property
     def last(self) -> int:
@@ -44,6 +44,7 @@ def diagnostics_of(record: RunRecord, moment: str | None = None) -> Diagnostics:
     """All that a run records of the inside of its method, at the method's own moment unless another is named."""
     found, standing = Diagnostics(), Standing(moment or record.moment, "test")
     shown, logged = record.clients[:MANY], dict[str, Mapping[str, float]]()
+    elsewhere = {name for of_transform in record.transforms.values() for name in of_transform}  # a table of their own
     latest: dict[str, dict[str, float]] = {}  # branch -> client -> its latest accuracy
     for each in record.rounds:
         tested = each.scores.get(standing.moment, {}).get(standing.split, {})
@@ -60,7 +61,8 @@ def diagnostics_of(record: RunRecord, moment: str | None = None) -> Diagnostics:
             _add(found.branches, client, each.round, _branches(standing.latest[client]))
             _add(found.values, client, each.round, standing.latest[client].diagnostics)
         for client in (name for name in shown if name in each.logs):
-            logged[client] = {name: value for name, value in each.logs[client].items() if not name.startswith("loss/")}
+            own = {n: v for n, v in each.logs[client].items() if not n.startswith("loss/")}
+            logged[client] = {n: v for n, v in own.items() if n not in elsewhere}
         for client, values in logged.items() if each.logs else ():
             _add(found.logs, client, each.round, values)
     return found
