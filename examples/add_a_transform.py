@@ -42,8 +42,10 @@ class TopK(Transform):
         parts = {n + part for n in packed for part in (VALUES, PLACES)}
         upload = {n: t for n, t in sent.items() if n not in parts}
         for name in packed:
-            flat = context.origin[name].flatten().clone()
-            flat.index_add_(0, sent[name + PLACES].long(), sent[name + VALUES])
+            flat, places = context.origin[name].flatten().clone(), sent[name + PLACES].long()
+            if not ((places >= 0) & (places < len(flat))).all():  # somebody else has sent it
+                raise ValueError(f"{name} has places outside of its {len(flat)} values")
+            flat.index_add_(0, places, sent[name + VALUES])
             upload[name] = flat.view_as(context.origin[name])
         return upload
 

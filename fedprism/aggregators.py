@@ -7,12 +7,11 @@ rounded.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from fedprism.config import Named, positive, setting
 from fedprism.errors import ConfigError
@@ -103,8 +102,7 @@ class TrimmedMean(Aggregator):
     def aggregate(self, uploads: Sequence[AcceptedUpload]) -> State:
         # A product such as 0.1 x 30 is a little more than 3; 9 digits are enough for a share.
         many = len(uploads)
-        cut = min(-int(-round(self.trim * many, 9) // 1), (many - 1) // 2)
-        return _by_number(uploads, lambda rows: rows.sort(0).values[cut : many - cut].mean(0))
+        return _trimmed(uploads, min(-int(-round(self.trim * many, 9) // 1), (many - 1) // 2))
 
 
 @AGGREGATORS.register("median")
@@ -116,8 +114,7 @@ class Median(Aggregator):
     idea = "Coordinate-wise median (Yin et al., ICML 2018); of an even number, the mean of the middle two."
 
     def aggregate(self, uploads: Sequence[AcceptedUpload]) -> State:
-        cut = (len(uploads) - 1) // 2
-        return _by_number(uploads, lambda rows: rows.sort(0).values[cut : len(uploads) - cut].mean(0))
+        return _trimmed(uploads, (len(uploads) - 1) // 2)
 
 
 @AGGREGATORS.register("norm_bounded")
@@ -157,15 +154,17 @@ def _update(sent: AcceptedUpload, kind: str) -> State:
     return update_of(leaves, sent.origin)
 
 
-def _by_number(uploads: Sequence[AcceptedUpload], one: Callable[[Tensor], Tensor]) -> State:
-    """A state of what `one` makes of rows `[uploads, numbers]`; whole numbers in double precision.
+def _trimmed(uploads: Sequence[AcceptedUpload], cut: int) -> State:
+    """Per number, the plain mean without the `cut` largest and smallest; whole numbers in double precision, rounded.
 
     A part of a leaf at a time: sorting takes several times the memory of what is sorted.
     """
-    merged, columns = {}, max(1, AT_ONCE // len(uploads))
+    many, merged = len(uploads), State()
+    columns = max(1, AT_ONCE // many)
     for name, first in uploads[0].state.items():
         dtype = first.dtype if first.is_floating_point() else torch.float64
         pieces = zip(*(torch.split(each.state[name].flatten(), columns) for each in uploads), strict=True)
-        found = torch.cat([one(torch.stack(rows).to(dtype)) for rows in pieces])
-        merged[name] = (found if dtype == first.dtype else found.round().to(first.dtype)).view(first.shape)
+        means = [torch.stack(rows).to(dtype).sort(0).values[cut : many - cut].mean(0) for rows in pieces]
+        found = torch.cat(means) if dtype == first.dtype else torch.cat(means).round().to(first.dtype)
+        merged[name] = found.view(first.shape)
     return merged

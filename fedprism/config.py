@@ -315,10 +315,13 @@ _SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 def _strict(kind: type, accepts: tuple[type, ...], expected: str) -> Callable[[Any, Any], Any]:
     def hook(raw: Any, _: Any) -> Any:
         if kind is float and isinstance(raw, str) and _SCIENTIFIC.fullmatch(raw):
-            return float(raw)  # YAML reads 1e-3 as a string
+            raw = float(raw)  # YAML reads 1e-3 as a string
         if not isinstance(raw, accepts) or (isinstance(raw, bool) and kind is not bool):
             raise ConfigError(f"{raw!r} is not {expected}")
-        return kind(raw)
+        value = kind(raw)
+        if kind is float and not math.isfinite(value):
+            raise ConfigError(f"{raw!r} is not a finite number")
+        return value
 
     return hook
 
@@ -353,7 +356,10 @@ def _named(raw: Any, _: Any) -> Named:
     if isinstance(raw, str):
         return Named(raw)
     if not isinstance(raw, Mapping) or not isinstance(raw.get("name"), str):
-        raise ConfigError(f"{raw!r} is neither a name nor a mapping with a `name`")
+        advice = ""
+        if isinstance(raw, Mapping) and len(raw) == 1 and isinstance((inner := next(iter(raw.values()))), Mapping):
+            advice = f"; write {_flow({'name': next(iter(raw)), **inner})}"
+        raise ConfigError(f"{raw!r} is neither a name nor a mapping with a `name`{advice}")
     return Named(raw["name"], {str(k): v for k, v in raw.items() if k != "name"})
 
 
@@ -378,7 +384,7 @@ def _model(raw: Any, _: Any) -> ModelConfig:
 
 def _tuple(raw: Any, kind: Any) -> Any:
     if not isinstance(raw, list | tuple):
-        raise ConfigError(f"{raw!r} is not a list; write [{raw}]")
+        raise ConfigError(f"{raw!r} is not a list; write {_flow([] if raw is None else [raw])}")
     items = typing.get_args(kind)
     kinds = [items[0]] * len(raw) if items[-1] is Ellipsis else items
     if len(kinds) != len(raw):
@@ -513,7 +519,8 @@ def override(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]
             if isinstance(inner, str):  # a bare name: its settings go beside it, except for `normalize`
                 inner = {"name": inner} if name != "normalize" else {}
             if inner is not None and not isinstance(inner, Mapping):
-                raise ConfigError(f"--set {text!r}: {name} is {inner!r}, a single value without keys of its own.")
+                what = "a list; set all of it" if isinstance(inner, list) else "a single value without keys of its own"
+                raise ConfigError(f"--set {text!r}: {name} is {inner!r}, {what}.")
             # A key that the file does not set keeps the default's name: `method.mu=1` alone sets the default method's.
             level[name] = (
                 dict(inner or {}) if name in level else {k: v for k, v in (inner or {}).items() if k == "name"}
@@ -594,5 +601,10 @@ def _commented(value: Any, indent: str, lines: list[str], method: Mapping[str, s
 
 
 def _flow(value: Any) -> str:
+    """A value as a user writes it in YAML, in one line.
+
+    >>> _flow([{"name": "clip_norm", "max": 1.0}])
+    '[{name: clip_norm, max: 1.0}]'
+    """
     text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000, allow_unicode=True)
     return text.removesuffix("...\n").strip()

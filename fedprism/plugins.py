@@ -42,7 +42,11 @@ class Plugins(Registry[type[T]], Generic[T]):
 
     def make(self, named: Named, where: str) -> T:
         """An object from its name and settings; `where` is the key that an error names."""
-        return structure(dict(named.settings), self.find(named.name), where)
+        try:
+            cls = self.find(named.name)
+        except ConfigError as error:
+            raise ConfigError(f"{error} @ {where}") from error.__cause__
+        return structure(dict(named.settings), cls, where)
 
     def named(self, item: T) -> Named:
         """An object as a configuration stores it: the name to find its class by, and all its settings."""

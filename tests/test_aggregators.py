@@ -171,7 +171,7 @@ def test_a_single_upload_is_the_result(aggregator: Aggregator) -> None:
 # --- in a round ------------------------------------------------------------------------------------------------------
 
 
-def gathered(method: Method, name: str, federation: Federation, uploads: Mapping[str, State]) -> tuple[State, Loop]:
+def gathered(method: Method, name: Any, federation: Federation, uploads: Mapping[str, State]) -> tuple[State, Loop]:
     """The server's next state from these uploads, of which all clients were asked for one."""
     loop = loop_for(method, config_of(model=MLP, server={"aggregator": name}), federation)
     ctx = loop.context(0)
@@ -205,6 +205,18 @@ def test_where_all_send_the_same_it_is_the_mean(name: str, method: str, asked: s
         share = 1 if asked == "all" else 2 / 3
         leaf = next(n for n in server if n.startswith("c."))
         torch.testing.assert_close(found[leaf], server[leaf] + share * upload[leaf])
+
+
+@pytest.mark.parametrize("method", ["scaffold", "feddyn"])
+def test_a_bound_that_bounds_nothing_is_the_mean(method: str, unequal: Federation) -> None:
+    """Of clients of different sizes: weights count in the mean of weights, and not in the sums over all clients."""
+    made, draw = METHODS[method](), torch.Generator().manual_seed(0)
+    server = loop_for(made, config_of(model=MLP), unequal).server
+    names = {n for n in server if not n.startswith("h.")}
+    uploads = {c: {n: server[n] + torch.randn(server[n].shape, generator=draw) for n in names} for c in unequal.names}
+    found, mean = (gathered(made, each, unequal, uploads)[0] for each in ({"name": "norm_bounded", "max": 1e9}, "mean"))
+    for leaf, tensor in mean.items():
+        torch.testing.assert_close(found[leaf], tensor, rtol=1e-5, atol=1e-5)
 
 
 @dataclass(frozen=True)

@@ -359,7 +359,7 @@ def test_a_mistake_leaves_no_directory_in_the_way(three: fp.Federation, tmp_path
     ("method", "words"),
     [
         (fp.FedProx(mu=-1), "mu is -1"),
-        (fp.FedProx(mu=float("nan")), "mu is nan"),
+        (fp.FedProx(mu=float("nan")), "nan is not a finite number @ .*mu"),
         (fp.FedProx(mu="a"), "'a' is not a number"),  # type: ignore[arg-type]
         (fp.FedRep(head_epochs=0), "head_epochs is 0"),
         (fp.FedProto(inference="protoype"), "Did you mean 'prototype'"),  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from fedprism.engines.inprocess import InProcess
-from fedprism.errors import ConfigError
+from fedprism.errors import ConfigError, FedprismError
 from fedprism.federation import Federation
 from fedprism.methods import factors, leaves
 from fedprism.methods.base import Arch, Client, Context, Draw, Info, Net, Parts, State
@@ -152,6 +152,18 @@ def test_factors_are_sent_only_where_they_are_smaller() -> None:
     for kept in (rank - 1, rank):
         values = [1.0] * kept + [0.0] * (9 - kept)
         assert ("w|S" in factored({"w": matrix(9, 30, values)}, 0.9999)) == (kept < rank)
+
+
+def test_factors_of_something_larger_are_not_multiplied(tiny: Federation) -> None:
+    """They would make 8 TB of an upload of 8 MB."""
+    loop = loop_for(FedKD(), config_of(), tiny)
+    name = next(name for name, tensor in loop.server.items() if name.startswith("update.") and tensor.ndim == 2)
+    download = {name.removeprefix("update."): loop.server[name]}
+    ctx = loop.context(1).replace(client_id="plain", download=download)
+    long = torch.ones(10**6, 1)
+    sent = {f"{name}|U": long, f"{name}|S": torch.ones(1), f"{name}|V": long.T}
+    with pytest.raises(FedprismError, match=rf"the factors of {name} make \(1000000, 1000000\), expected \("):
+        loop.method.decode(sent, ctx)
 
 
 def test_what_goes_to_many_is_factored_once(monkeypatch: pytest.MonkeyPatch) -> None:

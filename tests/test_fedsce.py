@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -18,7 +18,7 @@ from fedprism import api
 from fedprism.config import Config, Named, dump, read, structure
 from fedprism.errors import ConfigError, FedprismError
 from fedprism.federation import Federation
-from fedprism.methods.base import Client, Info, Method, Net, State, Upload, load, no_draw
+from fedprism.methods.base import Client, Context, Info, Method, Net, State, Upload, load, no_draw
 from fedprism.methods.fedsce import FedSCE, contributions
 from fedprism.methods.local import Local
 from fedprism.methods.subspaces import Subspace, overlap
@@ -206,6 +206,16 @@ def test_without_contributions_the_average_is_the_configured_one(weighting: str,
     assert not any({"weight", "distance/parameters"} & logs.keys() for logs in run.records[1].logs.values())
     expected = {size(run.loop.server)}
     assert set(run.records[1].up.values()) == set(run.records[1].down.values()) == expected
+
+
+def test_an_aggregate_of_ones_own_is_given_all_uploads() -> None:
+    class Own(FedSCE):
+        def aggregate(self, server: State, uploads: Sequence[Upload], ctx: Context) -> State:
+            return super().aggregate(server, uploads, ctx)
+
+    assert Own(without=("ce",)).needs_all_uploads
+    assert not FedSCE(without=("ce",)).needs_all_uploads
+    assert FedSCE().needs_all_uploads
 
 
 def test_contributions_do_not_mind_the_configured_weighting(unequal: Federation) -> None:

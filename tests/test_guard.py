@@ -382,3 +382,14 @@ def test_a_sound_upload_is_any_dict_of_dense_tensors() -> None:
     assert malformed({"w": torch.ones(2), "n": torch.tensor(3), "p": torch.nn.Parameter(torch.ones(1))}) is None
     assert malformed({"w": torch.ones(2).t(), "e": torch.empty(0)}) is None
     assert math.isinf(float(length({"w": torch.full((2,), 3e38)}))), "a square that overflows"
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.bool])
+@pytest.mark.parametrize(("method", "name"), [("pfedvem", "rho2"), ("fedsce", "distance/parameters")])
+def test_a_number_of_a_type_that_has_no_mean_is_refused(
+    method: str, name: str, dtype: torch.dtype, tiny: Federation
+) -> None:
+    """The server holds no such leaf that could say which type it must have."""
+    change: Change = lambda upload, download: {**upload, name: torch.ones((), dtype=dtype)}  # noqa: E731
+    _, seen = run(METHODS[method](), tiny, change, train={"rounds": 2})
+    assert_refused(seen, f"{name} in its upload is {dtype} of shape (), of which there is no mean")

@@ -16,6 +16,7 @@ import torch
 from fedprism.errors import RecordError
 from fedprism.methods.base import State
 from fedprism.records import RecordWarning, RunDirectory
+from fedprism.records import checkpoint as checkpoint_module
 from fedprism.records.checkpoint import Checkpoints, Damaged
 from fedprism.round.events import Snapshot
 from fedprism.store.serialize import deserialize, serialize
@@ -270,6 +271,15 @@ def test_a_damaged_manifest_is_not_counted_among_the_last_two(tmp_path: Path) ->
     assert store.rounds() == [0, 2, 3]
     for round in store.rounds():
         assert torch.equal(Checkpoints(tmp_path).load(round).server["w"], torch.full((2,), round))
+
+
+def test_a_run_of_another_version_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_module, "FORMAT", 2)
+    store = Checkpoints(tmp_path)
+    store.save(Snapshot(1, {}, {}), keep=())
+    monkeypatch.undo()
+    with pytest.raises(RecordError, match=r"manifest-000001.json has format 2, .* reads format 3. Nothing is damaged"):
+        store.load(1)
 
 
 def test_a_manifest_under_another_name_is_refused(tmp_path: Path) -> None:

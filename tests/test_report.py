@@ -31,6 +31,7 @@ from fedprism.report.diagnostics import WHOLE, diagnostics_of, last_values
 from fedprism.report.figures import Curve, curves, overview_figure, panels
 from fedprism.report.html import Pictures, page, write_page
 from fedprism.report.table import Table, grouped, table
+from fedprism.report.transforms import transforms
 from fedprism.round.events import Plan, RoundRecord, Score, Snapshot
 from tests.harness import record
 
@@ -179,10 +180,25 @@ def test_runs_with_other_transforms_are_told_apart_by_what_differs() -> None:
 
 def test_clients_that_failed_are_named_with_the_most_frequent_reason() -> None:
     made = record("fedavg", 0, *[{"a": 70, "b": 70}] * 3)
-    failed: list[dict[str, str]] = [{}, {"b": "gone"}, {"a": "late", "b": "gone"}, {"b": "gone"}]
+    failed: list[dict[str, str]] = [{}, {"b": "length 7"}, {"a": "late", "b": "length inf"}, {"b": "length 8.5e+30"}]
     rounds = tuple(replace(each, failed=some) for each, some in zip(made.rounds, failed, strict=True))
     notes = table([replace(made, rounds=rounds)]).notes
-    assert "fedavg, seed 0: 4 of 6 times a client failed in a round (b, a: gone)." in notes
+    said = "fedavg, seed 0: 4 of 6 times a client failed in a round"
+    assert f"{said} (3 of them b: for example, length 7)." in notes
+
+
+def test_uploads_alone_are_counted() -> None:
+    """Clients that train without taking part log what transforms did, too; nothing of it was sent."""
+    made = record("fedavg", 0, {"a": 70})
+    info = {**made.info, "transforms": [{"name": "t", "shows": {"t/x": "something"}}]}
+    logs = {"a": {"t/x": 1.0}, "b": {"t/x": 3.0}}
+    rounds = tuple(replace(each, up={"a": 10}, logs=logs) for each in made.rounds[1:])
+    grid = transforms([replace(made, info=info, rounds=rounds)])
+    assert grid is not None
+    assert [[cell.text for cell in row] for row in grid.rows] == [
+        ["t/x: something", "1"],
+        ["bytes of an upload, as it is sent", "10"],
+    ]
 
 
 def test_the_same_run_twice_is_refused() -> None:

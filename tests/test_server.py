@@ -424,7 +424,7 @@ def test_a_method_whose_weights_are_not_sent_refuses(unequal: Federation) -> Non
         ),
         ({"lr": 0}, "server.lr is 0.0; expected above 0"),
         ({"optimizer": "momentum", "lr": -1}, "server.lr is -1.0; expected above 0"),
-        ({"lr": float("inf")}, "server.lr is inf; expected above 0"),
+        ({"lr": float("inf")}, "inf is not a finite number @ server.lr"),
         ({"momentum": 1}, "server.momentum is 1.0; expected 0 to below 1"),
         ({"betas": [0.9, 1]}, "server.betas is (0.9, 1.0); expected two numbers of 0 to below 1"),
         ({"betas": [-0.1, 0.9]}, "server.betas is (-0.1, 0.9)"),

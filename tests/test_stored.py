@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ import fedprism as fp
 from fedprism import api
 from fedprism.config import Config, structure
 from fedprism.conformance.case import storing_everything
-from fedprism.errors import ConfigError
+from fedprism.errors import ConfigError, FedprismError
 from fedprism.federation import Federation
 from fedprism.methods import METHODS, leaves
-from fedprism.methods.base import Arch, Client, Context, Info, Method, Net, Pass, State, load
+from fedprism.methods.base import Arch, Client, Context, Info, Method, Net, Pass, State, Upload, load
 from fedprism.methods.fedbn import FedBN
 from fedprism.methods.fedphp import FedPHP
 from fedprism.records import RunDirectory
@@ -376,6 +376,8 @@ def test_a_pass_may_read_what_start_has_written(tiny: Federation) -> None:
             client.model.counter.fill_(0)
             client.model.mark.fill_(False)
 
+        stored = Counted.stored  # which would store everything otherwise, since `receive` is its own
+
         def passes(self, client: Client, ctx: Context) -> list[Pass]:
             return [Pass(self.scaled)]
 
@@ -388,3 +390,68 @@ def test_a_pass_may_read_what_start_has_written(tiny: Federation) -> None:
     assert same(one.server, other.server)
     assert all(same(model, models_of(other)[client_id]) for client_id, model in models_of(one).items())
     assert not any(one.states.values())
+
+
+# --- methods that derive from one that stores little -----------------------------------------------------------------
+
+
+def keeping_the_larger(name: str) -> type[Method]:
+    """A method that reads what it had before it receives."""
+    parent: Any = METHODS[name]
+
+    @dataclass(frozen=True)
+    class Keeps(parent):  # type: ignore[misc]
+        def receive(self, client: Client, ctx: Context) -> None:
+            names = leaves.parameters(client.model)
+            before = {name: leaves.tensors(client.model)[name].clone() for name in names}
+            super().receive(client, ctx)
+            load(client.model, {n: torch.maximum(t, leaves.tensors(client.model)[n]) for n, t in before.items()})
+
+    return Keeps
+
+
+@pytest.mark.parametrize("name", by_method([name for name in METHODS if name != "local"]))
+def test_a_receive_of_ones_own_finds_what_it_reads(name: str, tiny: Federation) -> None:
+    """Whatever the method that it derives from stores for its own `receive`."""
+    assert_served_alike(keeping_the_larger(name)(), tiny)
+
+
+def test_a_moment_of_ones_own_keeps_the_trained_model() -> None:
+    class Trained(METHODS["apfl"]):  # type: ignore[misc, name-defined]
+        moment = "trained"
+
+    class Settings(METHODS["apfl"]):  # type: ignore[misc, name-defined]
+        paper = "none"
+
+    assert Trained.stored is Method.stored
+    assert Settings.stored is METHODS["apfl"].stored
+
+
+class LateHead(Method):
+    """What travels depends on the client: one takes the head alone, after the first round."""
+
+    def shared(self, model: Net, ctx: Context) -> Collection[str]:
+        late = ctx.client_id == "textured" and ctx.round > 0
+        return leaves.part(model, "head") if late else leaves.everything(model)
+
+    def decode(self, state: State, ctx: Context) -> State:
+        return state if ctx.data is None else {name: state[name] for name in ctx.shared}
+
+    def aggregate(self, server: State, uploads: Sequence[Upload], ctx: Context) -> State:
+        return {**server, **uploads[0].state}
+
+
+def test_what_travels_may_not_depend_on_the_client(tiny: Federation) -> None:
+    """One slot asks once what every round shares. No client goes on with what another one has left there."""
+    with pytest.raises(FedprismError, match=r"of client 'textured' is neither received nor stored\. Let `shared`"):
+        loop_for(LateHead(), config_of(), tiny).run([])
+
+
+@pytest.mark.parametrize("what", [None, "body.fc1.weight"])
+def test_names_of_what_is_stored_are_a_collection(what: Any, tiny: Federation) -> None:
+    class Says(Method):
+        def stored(self, model: Net, ctx: Context) -> Collection[str]:
+            return what  # type: ignore[no-any-return]
+
+    with pytest.raises(ConfigError, match=f"says.stored returned {what!r}; expected a collection of names of leaves"):
+        loop_for(Says(), config_of(), tiny).run([])

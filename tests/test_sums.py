@@ -7,7 +7,7 @@ import os
 import random
 import re
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -406,9 +406,12 @@ def test_a_group_that_fails_says_nothing_about_the_size_of_answers(
 
 @dataclass(frozen=True)
 class Extra(Method):
-    """Beside its leaves a client sends a tensor that the server does not hold; one client sends another one."""
+    """Beside its leaves a client sends one more; the first client sends another one, or none at all."""
 
-    odd: Literal["shape", "type", "names"] = "shape"
+    odd: Literal["shape", "type", "names", "unknown", "totals", "nothing"]
+
+    def server(self, model: Net, ctx: Context) -> State:
+        return {**super().server(model, ctx), **({} if self.odd == "unknown" else {"extra": torch.zeros(3)})}
 
     def uploads(self, model: Net, ctx: Context) -> dict[str, UploadKind]:
         if self.odd == "names" and ctx.client_id == "plain":
@@ -418,30 +421,44 @@ class Extra(Method):
     def upload(self, client: Client, ctx: Context) -> State:
         if self.odd == "names" and ctx.client_id == "plain":
             return {}
-        extra = torch.zeros(3)
-        if ctx.client_id == "tinted":
-            extra = torch.zeros(2) if self.odd == "shape" else extra.double()
+        extra = torch.ones(3)
+        if ctx.client_id == "plain":
+            extra = extra[:2].clone() if self.odd == "shape" else extra.double() if self.odd == "type" else extra
         return {**super().upload(client, ctx), "extra": extra}
 
+    def totals(self, server: State, ctx: Context) -> Collection[str]:
+        return ["extr"] if self.odd == "totals" else []
+
     def combine(self, server: State, mean: Mean, ctx: Context) -> State:
-        return {name: tensor for name, tensor in {**server, **mean.state}.items() if name != "extra"}
+        return None if self.odd == "nothing" else {**server, **mean.state}  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("aggregator", ["mean", "median"])
 @pytest.mark.parametrize("odd", ["shape", "type"])
-def test_a_leaf_unlike_that_of_the_first_client_is_a_failure(odd: Any, aggregator: str, unequal: Federation) -> None:
+def test_a_leaf_unlike_that_of_the_server_is_a_failure(odd: Any, aggregator: str, unequal: Federation) -> None:
+    """Of whoever sends it: also of the first client, with which all others differ."""
     settings = config_of(model=MLP, train={"rounds": 1}, server={"aggregator": aggregator})
     loop, seen = loop_for(Extra(odd), settings, unequal), Collect()
     assert loop.run([seen]) == "finished"
     ((client_id, reason),) = seen.records[1].failed.items()
-    assert client_id == "tinted"
-    assert re.match(r"extra in its upload is torch\.\w+ of .*, expected torch\.float32 of shape \(3,\) as", reason)
+    assert client_id == "plain"
+    assert re.fullmatch(r"extra in its upload is torch\.\w+ of .*, expected torch\.float32 of shape \(3,\)", reason)
+    assert loop.server["extra"].tolist() == [1, 1, 1]
 
 
-def test_uploads_of_other_names_are_a_mistake_of_the_method(unequal: Federation) -> None:
-    """Also where the first client uploads nothing: its weight must not be in a mean that it is not in."""
-    with pytest.raises(FedprismError, match=r"'tinted' uploads other names than the clients before it .* `aggregate`"):
-        loop_for(Extra("names"), config_of(model=MLP), unequal).run([])
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        # Its weight must not be in a mean that it is not in.
+        ("names", "'tinted' uploads other names than the clients before it .* override `aggregate`"),
+        ("unknown", "'plain' uploads extra, which the server does not hold.* Let `server` return"),
+        ("totals", "extra.totals names extr, which 'plain' does not upload"),
+        ("nothing", "extra.combine returned None; expected the server's next state"),
+    ],
+)
+def test_a_method_whose_uploads_have_no_mean_is_refused(odd: Any, words: str, unequal: Federation) -> None:
+    with pytest.raises(FedprismError, match=words):
+        loop_for(Extra(odd), config_of(model=MLP), unequal).run([])
 
 
 @dataclass(frozen=True)
@@ -456,7 +473,7 @@ class Forgets(Method):
 
 
 def test_what_is_shared_must_be_received_or_stored(unequal: Federation) -> None:
-    words = "num_batches_tracked of client 'plain' is shared, but neither received nor stored"
+    words = "num_batches_tracked of client 'plain' is neither received nor stored"
     loop = loop_for(Forgets(), config_of(), unequal)
     client_id = unequal.names[0]
     job = Job(loop.method, loop.config, loop.info, unequal.clients[client_id], 1)

@@ -8,9 +8,11 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -21,7 +23,7 @@ import fedprism as fp
 from fedprism import api
 from fedprism.aggregators import AGGREGATORS
 from fedprism.cli import app
-from fedprism.config import Config, ModelConfig, structure
+from fedprism.config import Config, ModelConfig, override, structure
 from fedprism.conformance.spies import Reversed
 from fedprism.engines.cuda.engine import CudaGraphs
 from fedprism.engines.inprocess import InProcess
@@ -35,7 +37,7 @@ from fedprism.methods.base import Context, Method, State, UploadKind
 from fedprism.methods.fedkd import FedKD
 from fedprism.records import RunDirectory, read_run
 from fedprism.report.html import page
-from fedprism.round.client import make_info
+from fedprism.round.client import make_info, uploaded_kinds
 from fedprism.round.engine import Engine, Failure, Result
 from fedprism.round.events import Callback
 from fedprism.round.loop import Loop
@@ -239,6 +241,15 @@ def test_rounding_is_right_on_average_and_never_more_than_one_step_wrong(bits: A
         assert ((values - u).abs() <= step * (1 + 1e-9)).all()
         found += values / 4000
     assert ((found - u).abs() <= 5 * 0.5 * step / math.sqrt(4000)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rounding_is_right_on_average_for_short_numbers_too(dtype: torch.dtype) -> None:
+    """Numbers near the top, where noise below 1 is less than 16 bits can add to them."""
+    u = torch.cat([torch.tensor([127.0]), torch.linspace(90, 126, 511)]).to(dtype)
+    quantize, draw = Quantize(), torch.Generator().manual_seed(0)
+    found = torch.stack([quantize.rounded(u, draw)[0].double() for _ in range(200)]).mean(0)
+    assert abs(float((found - u.double()).mean())) < 5 * 0.5 / math.sqrt(200 * 512)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1,), (3, 5), (600,)])
@@ -558,10 +569,151 @@ def test_what_a_servers_half_raises_is_that_clients_failure(unequal: Federation)
         loop_for(fp.FedAvg(), silent, unequal).run([])
 
 
+@dataclass(frozen=True)
+class InPlace(Transform):
+    """Changes the dict that it is given or, with `tensors`, what is in it."""
+
+    tensors: bool = False
+
+    def client(self, upload: State, context: UploadContext) -> State:
+        name = next(iter(upload))
+        if self.tensors:
+            upload[name].mul_(2.0)
+        upload[name] = upload[name] * 1e30
+        return upload
+
+
+def test_what_a_transform_writes_into_its_input_is_checked_too(unequal: Federation) -> None:
+    """The client has checked its upload before; nobody has checked what the transform has made of it."""
+    loop = loop_for(fp.FedAvg(), config_of(model=MLP, transforms=[f"{__name__}:InPlace"]), unequal)
+    first = {name: tensor.clone() for name, tensor in loop.server.items()}
+    assert loop.run([seen := Collect()]) == "diverged"
+    assert all("far from what is usual" in reason for reason in seen.records[1].failed.values())
+    assert same(loop.server, first)
+    spoils = config_of(model=MLP, transforms=[{"name": f"{__name__}:InPlace", "tensors": True}])
+    with pytest.raises(ConfigError, match="inplace changes tensors of a client's upload in place; make new ones"):
+        loop_for(fp.FedAvg(), spoils, unequal).run([])
+
+
+@dataclass(frozen=True)
+class Narrow(Transform):
+    """Floats of 8 bits on the way, which hardly anything can be computed with."""
+
+    def client(self, upload: State, context: UploadContext) -> State:
+        return {**upload, **{n: t.to(torch.float8_e5m2) for n, t in context.chosen(upload, self.kinds).items()}}
+
+    def server(self, sent: State, context: UploadContext) -> State:
+        return {n: t.float() if t.dtype == torch.float8_e5m2 else t for n, t in sent.items()}
+
+
+def test_any_type_of_floats_may_be_sent(unequal: Federation) -> None:
+    _, seen = run(fp.FedAvg(), config_of(model=MLP, transforms=[f"{__name__}:Narrow"]), unequal)
+    _, plain = run(fp.FedAvg(), config_of(model=MLP), unequal)
+    assert not any(record.failed for record in seen.records)
+    assert seen.records[1].up["plain"] < plain.records[1].up["plain"] / 3
+
+
 def test_prototypes_are_quantized_where_this_is_asked_for(unequal: Federation) -> None:
     _, seen = run(METHODS["fedproto"](), config_of(transforms=[QUANTIZED]), unequal)
     _, plain = run(METHODS["fedproto"](), config_of(), unequal)
-    assert max(seen.records[-1].up.values()) < max(plain.records[-1].up.values()) / 3
+    assert max(seen.records[-1].up.values()) < max(plain.records[-1].up.values()) / 2
+
+
+def some_classes(classes: list[int]) -> tuple[Any, Any]:
+    """60 images of these classes alone."""
+    draw = np.random.default_rng(classes)
+    return draw.integers(0, 255, (60, 1, 6, 6)).astype(np.uint8), draw.choice(classes, 60)
+
+
+@pytest.mark.parametrize("method", ["fedproto", "feddistill"])
+def test_prototypes_of_clients_with_other_classes_are_right_within_rounding(method: str) -> None:
+    """A client without images of a class has no say in it: its count stays zero, whatever transforms round."""
+    federation = fp.Federation.from_arrays({c: some_classes(k) for c, k in zip("ab", ([0, 1, 2], [2, 3]), strict=True)})
+    settings = {"model": MLP, "train": {"rounds": 2}, "clients": {"weighting": "uniform"}}
+    clip = {"name": "clip_norm", "max": 1e6, "kinds": ["prototype"]}
+    plain, _ = run(METHODS[method](), config_of(**settings), federation)
+    coded, seen = run(METHODS[method](), config_of(**settings, transforms=[clip, QUANTIZED]), federation)
+    for name, expected in plain.server.items():
+        torch.testing.assert_close(coded.server[name], expected, rtol=0, atol=0.02 * float(expected.abs().max()))
+    for client_id in federation.names:
+        first, second = (record.logs[client_id]["clip_norm/length"] for record in seen.records[1:])
+        assert second < first < 5, "no count and no class without images is in the length"
+
+
+# --- what an upload is an update of ----------------------------------------------------------------------------------
+
+WAYS: dict[tuple[int, str | None], dict[str, State]] = {}
+
+
+@dataclass(frozen=True)
+class Remembers(Transform):
+    """What leaves a client, what it was sent, and what arrives."""
+
+    def client(self, upload: State, context: UploadContext) -> State:
+        WAYS[context.ctx.round, context.ctx.client_id] = {"upload": upload, "download": context.ctx.download}
+        return upload
+
+    def server(self, sent: State, context: UploadContext) -> State:
+        WAYS[context.ctx.round, context.ctx.client_id]["arrived"] = sent
+        return sent
+
+
+def update_by_hand(method: str, upload: State, download: State) -> State:
+    """What a client has added to what it was sent; control variates and FedKD's updates are sent as such."""
+    if method == "fedkd":
+        return upload
+    return {n: t if n.startswith("c.") else t - download[n.removeprefix("model/")] for n, t in upload.items()}
+
+
+@pytest.mark.parametrize("method", ["scaffold", "fedamp", "fedkd"])
+def test_updates_are_what_a_method_says_they_are_of(method: str, unequal: Federation) -> None:
+    """Rounded by less than the largest number of each update, over 127; measured likewise, by client and server."""
+    kinds = ["weights", "factors", "buffers"]
+    changes = [{"name": f"{__name__}:Remembers"}, {"name": "quantize", "kinds": kinds, "bucket": 10**6}]
+    loop, _ = run(METHODS[method](), config_of(model=MLP, transforms=changes), unequal)
+    lengths = []
+    for (round, _), way in WAYS.items():
+        updates = update_by_hand(method, way["upload"], way["download"])
+        for name, update in updates.items() if round else ():
+            wrong = (way["arrived"][name] - way["upload"][name]).abs().max()
+            assert wrong <= float(update.abs().max()) / 127 * 1.01 + 1e-7, name
+        arrived = update_by_hand(method, way["arrived"], way["download"])
+        lengths += [math.sqrt(sum(float(u.double().square().sum()) for u in arrived.values()))] if round == 2 else []
+    WAYS.clear()
+    assert loop.usual_length == pytest.approx(sorted(lengths)[1], rel=1e-5)  # of three clients
+
+
+@pytest.mark.parametrize("method", ["scaffold", "fedamp"])
+def test_a_client_measures_the_update_that_its_method_says(method: str, unequal: Federation) -> None:
+    loop, spy = loop_for(METHODS[method](), config_of(model=MLP), unequal), dict[Any, tuple[float, State]]()
+
+    class Measured(InProcess):
+        def train(self, round: int, requests: Mapping[str, Any]) -> Iterator[tuple[str, Result | Failure]]:
+            for client_id, answer in super().train(round, requests):
+                assert isinstance(answer, Result)
+                assert answer.checked is not None
+                updates = update_by_hand(method, answer.upload, requests[client_id].download)
+                spy[round, client_id] = answer.checked.length, updates
+                yield client_id, answer
+
+    loop.engine.__class__ = Measured
+    assert loop.run([]) == "finished"
+    assert len(spy) == 9
+    for length, updates in spy.values():
+        assert length == pytest.approx(math.sqrt(sum(float(u.double().square().sum()) for u in updates.values())))
+
+
+@dataclass(frozen=True)
+class LateUploads(Method):
+    """Nothing travels before the last round."""
+
+    def shared(self, model: Any, ctx: Context) -> Any:
+        return super().shared(model, ctx) if ctx.round >= ctx.rounds - 1 else ()
+
+
+def test_what_only_the_last_round_uploads_can_be_transformed(unequal: Federation) -> None:
+    loop = loop_for(LateUploads(), config_of(model=MLP, transforms=["clip_norm"]), unequal)
+    assert uploaded_kinds(loop.method, loop.config, loop.info) == ["weights"]
 
 
 # --- the same bits on every engine ------------------------------------------------------------------------------------
@@ -803,6 +955,28 @@ def test_explain_counts_the_bytes_of_a_real_round(unequal: Federation) -> None:
     assert counted.first == counted.last == Traffic(record.down["plain"], record.up["plain"])
     assert plain.first.down == counted.first.down
     assert 3.8 < plain.first.up / counted.first.up < 4
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("clip_norm", "'clip_norm' is not a list; write [clip_norm] @ transforms"),
+        (None, "None is not a list; write [] @ transforms"),
+        ({"name": "clip_norm", "max": 2}, "is not a list; write [{name: clip_norm, max: 2}] @ transforms"),
+        ([{"clip_norm": {"max": 2}}], "a mapping with a `name`; write {name: clip_norm, max: 2} @ transforms"),
+        (["clip"], "@ transforms[0]"),
+        ([{"name": "clip_norm", "max": math.inf}], "inf is not a finite number @ transforms[0].max"),
+        ([{"name": "clip_norm", "max": date(2026, 1, 1)}], "'2026-01-01' is not a number @ transforms[0].max"),
+    ],
+)
+def test_what_is_written_wrongly_is_explained(given: Any, words: str, unequal: Federation) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        loop_for(fp.FedAvg(), structure({"transforms": given}, Config), unequal)
+
+
+def test_a_list_is_set_as_a_whole() -> None:
+    with pytest.raises(ConfigError, match=r"transforms is \['clip_norm'\], a list; set all of it"):
+        override({"transforms": ["clip_norm"]}, ["transforms.0.max=2"])
 
 
 def test_the_command_line_explains_and_lists_them() -> None:

@@ -87,7 +87,7 @@ class Context:
     download: State = field(default_factory=dict)  # what was received this round
     steps: Mapping[str, int] = field(default_factory=dict)  # optimiser steps done this round, per pass
     is_new: bool = False  # this client's first round
-    constant_shared: bool = False  # on a client: does every round share the same leaves?
+    constant_shared: bool = False  # for `stored` alone: does every round share the same leaves?
     logs: dict[str, dict[str, float]] = field(default_factory=dict)  # of the server: client -> name -> value
 
     def replace(self, **changes: Any) -> Context:
@@ -297,6 +297,9 @@ class Method:
         if "id" not in cls.__dict__:  # a user's own method need not name itself
             cls.id = cls.__name__.lower()
         _check_hooks(cls)
+        # What a parent stores is right for the parent's own `send`, `receive` and `moment`.
+        if any(_defined(cls, hook) < _defined(cls, "stored") for hook in ("send", "receive", "moment")):
+            cls.stored = Method.stored  # type: ignore[method-assign]
 
     @property
     def mixed(self) -> bool:
@@ -314,7 +317,8 @@ class Method:
         return arch.model(seed)
 
     def shared(self, model: Net, ctx: Context) -> Collection[str]:
-        """Which leaves travel this round; by part or module type, never by a piece of a name."""
+        """Which leaves travel this round: the same for all clients of an architecture. By part or module type, never by
+        a piece of a name."""
         return leaves.everything(model)
 
     def uploads(self, model: Net, ctx: Context) -> Mapping[str, UploadKind]:
@@ -326,7 +330,8 @@ class Method:
         """Leaves that a client keeps until its next round. All others hold no number when `receive` begins.
 
         Default: what is not shared, if every round sends the same leaves and `receive` only loads them; else
-        everything, and so does a method that is tested after training: that model is its result.
+        everything, and so does a method that is tested after training: that model is its result. A class that replaces
+        its parent's `send`, `receive` or `moment` has this default again, unless it says otherwise.
         """
         loads = type(self).send is Method.send and type(self).receive is Method.receive
         spares = loads and ctx.constant_shared and self.moment != "trained"
@@ -426,6 +431,11 @@ class Method:
     def predict_global(self, model: Net, x: Tensor, draw: Draw) -> Tensor:
         """Scores of the one global model, where there is one (`has_global`)."""
         return self.predict(model, x, draw)
+
+
+def _defined(cls: type[Method], name: str) -> int:
+    """How far up its line of classes a hook is defined."""
+    return next(i for i, each in enumerate(cls.__mro__) if name in vars(each))
 
 
 def _check_hooks(cls: type[Method]) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fedprism.errors import FedprismError
 from fedprism.methods import leaves
 from fedprism.methods.base import Client, Context, Mean, Method, Net, Parts, State, Tensors, UploadKind, load
 from fedprism.methods.states import copy_all
@@ -102,7 +103,8 @@ class Updates(Method):
         return factored(state, self.energy(ctx.replace(round=since)))
 
     def decode(self, state: State, ctx: Context) -> State:
-        return multiplied(state)
+        # The server knows the shapes of what it has sent: nobody makes it multiply out something larger.
+        return multiplied(state, {UPDATE + n.removeprefix(UPDATE): t.shape for n, t in ctx.download.items()})
 
 
 def room(**parts: nn.Module) -> Tensors:
@@ -128,11 +130,14 @@ def factored(state: State, energy: float) -> State:
 
 
 @torch.no_grad()
-def multiplied(state: State) -> State:
-    """The inverse of `factored`, except for the truncation."""
+def multiplied(state: State, shapes: Mapping[str, torch.Size] | None = None) -> State:
+    """The inverse of `factored`, except for the truncation. A leaf in `shapes` must have that shape."""
     whole = {name: tensor for name, tensor in state.items() if MARK not in name}
     for name in dict.fromkeys(name.rpartition(MARK)[0] for name in state if MARK in name):
         u, s, v = (state[f"{name}{MARK}{part}"] for part in "USV")
+        shape = torch.Size((*u.shape[:1], *v.shape[1:]))
+        if (shapes or {}).get(name, shape) != shape:
+            raise FedprismError(f"the factors of {name} make {tuple(shape)}, expected {tuple((shapes or {})[name])}")
         whole[name] = torch.tensordot(u.double() * s, v.double(), 1).to(u.dtype)  # not in TF32
     return whole
 

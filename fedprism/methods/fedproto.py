@@ -69,7 +69,7 @@ class FedProto(Method):
         return leaves.part(model, "prototypes")
 
     def uploads(self, model: Net, ctx: Context) -> Mapping[str, UploadKind]:
-        return dict.fromkeys(ctx.shared, "prototype")
+        return {"prototypes.mean": "prototype", "prototypes.count": "scalar"}
 
     def passes(self, client: Client, ctx: Context) -> list[Pass]:
         return [
@@ -98,7 +98,8 @@ class FedProto(Method):
         client["count"].index_add_(0, y, torch.ones_like(y, dtype=client["count"].dtype))
 
     def upload(self, client: Client, ctx: Context) -> State:
-        mean = client["sum"] / client["count"].clamp(min=1).unsqueeze(1)
+        count, received = client["count"].unsqueeze(1), client.model.prototypes["mean"]
+        mean = torch.where(count > 0, client["sum"] / count.clamp(min=1), received)  # without images: no update
         return {"prototypes.mean": mean, "prototypes.count": client["count"]}
 
     def aggregate(self, server: State, uploads: Sequence[Upload], ctx: Context) -> State:

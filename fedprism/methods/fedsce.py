@@ -82,7 +82,8 @@ class FedSCE(Method):
     def estimates(self) -> bool:
         return not {"dml", "ce"} & set(self.without)
 
-    needs_all_uploads = estimates  # without contributions it is a weighted mean
+    # Without contributions it is a weighted mean.
+    needs_all_uploads = property(lambda self: self.estimates or type(self).aggregate is not FedSCE.aggregate)
 
     def build(self, arch: Arch, client_id: str | None, info: Info, seed: int) -> nn.Module:
         parts: dict[str, nn.Module] = {"local": arch.model(seed)}

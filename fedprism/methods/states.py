@@ -111,8 +111,9 @@ def not_finite(state: State) -> str | None:
     floats = {name: t.detach() for name, t in state.items() if t.is_floating_point() and t.numel()}
     if not floats:
         return None
-    # The smallest and the largest value in one pass: both are NaN if any value is.
-    ends = [torch.stack(torch.aminmax(tensor)).double().div(2).sum() for tensor in floats.values()]
+    # The smallest and the largest value in one pass: both are NaN if any value is. Floats of 8 bits have no order.
+    wide = [tensor.float() if tensor.element_size() == 1 else tensor for tensor in floats.values()]
+    ends = [torch.stack(torch.aminmax(tensor)).double().div(2).sum() for tensor in wide]
     finite = torch.stack(ends).isfinite().tolist()
     return next((name for name, fine in zip(floats, finite, strict=True) if not fine), None)
 
@@ -120,17 +121,18 @@ def not_finite(state: State) -> str | None:
 def malformed(upload: object) -> str | None:
     """Why this is no upload: a flat dict of dense tensors that hold values."""
     if not isinstance(upload, Mapping):
-        return f"its upload is {_called(upload)}, not a dict of tensors"
+        return f"its upload is {called(upload)}, not a dict of tensors"
     for name, tensor in upload.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            return f"{name!r} in its upload is {_called(tensor)}, not a tensor"
+            return f"{name!r} in its upload is {called(tensor)}, not a tensor"
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
             what = "has no values (device meta)" if tensor.is_meta else "is sparse or packed"
             return f"{name!r} in its upload {what}; expected a dense tensor"
     return None
 
 
-def _called(thing: object) -> str:
+def called(thing: object) -> str:
+    """What a message calls something that is not what it should be."""
     return "None" if thing is None else f"a {type(thing).__name__}"
 
 

@@ -87,14 +87,13 @@ def _read_manifest(path: Path) -> Manifest:
         if checksum != _checksum(json.dumps(body)):
             raise Damaged(f"{path} does not match its checksum")
         files = {_SERVER: body["server"], **body["clients"]}
-        # Checksums become names of files.
         if body["format"] != FORMAT:
-            raise Damaged(
-                f"{path} has format {body['format']}, and this version of fedprism reads format {FORMAT}; use the "
-                "version that wrote it"
+            raise RecordError(
+                f"{path} has format {body['format']}, and this version of fedprism reads format {FORMAT}. Nothing is "
+                "damaged: resume or load the run with the version that wrote it, which run.json names."
             )
-        named = all(not each or _SHA256.fullmatch(each) for each in files.values()) and files[_SERVER]
-        if not named:
+        # Checksums become names of files.
+        if not files[_SERVER] or not all(not each or _SHA256.fullmatch(each) for each in files.values()):
             raise Damaged(f"{path} is not a manifest of format {FORMAT}")
         usual = None if body["usual_length"] is None else float(body["usual_length"])
         return Manifest(int(body["round"]), str(files.pop(_SERVER)), files, usual)

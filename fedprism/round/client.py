@@ -9,7 +9,7 @@ download. It returns the new state, the upload and what is recorded. It remember
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -112,11 +112,12 @@ def arrive(client: Client, job: Job, state: State | None, download: State) -> Co
             if state is None:
                 state = method.build(info.arch_of(client_id), client_id, info, info.seed).state_dict()
             lost = {name: tensor for name, tensor in own.items() if name not in state}  # another client's, in this slot
-            missing = [name for name in ctx.shared if name in lost]
+            missing = lost if type(method).stored is Method.stored else [name for name in ctx.shared if name in lost]
             if missing and type(method).receive is Method.receive:
                 raise FedprismError(
-                    f"{method.id}: {some(missing)} of client {client_id!r} is shared, but neither received nor stored. "
-                    "Let `send` and `decode` give all that is shared, or name it in `stored`."
+                    f"{method.id}: {some(missing)} of client {client_id!r} is neither received nor stored. Let "
+                    "`shared` name the same leaves for all clients, let `send` and `decode` give all that is shared, "
+                    "or name in `stored` what a client needs besides."
                 )
             fill_nan(lost.values())
             load(client.model, {name: tensor for name, tensor in state.items() if name not in replaced})
@@ -293,7 +294,10 @@ def constant_shared(method: Method, config: Config, info: Info, model: nn.Module
 
 def stored_names(method: Method, model: nn.Module, ctx: Context) -> tuple[str, ...]:
     """The leaves of its model that a client keeps between rounds, in their order."""
-    have, wanted = everything(model), set(method.stored(model, ctx))
+    have, found = everything(model), method.stored(model, ctx)
+    if isinstance(found, str) or not isinstance(found, Collection):
+        raise ConfigError(f"{method.id}.stored returned {found!r}; expected a collection of names of leaves.")
+    wanted = set(found)
     odd = sorted(wanted - set(have))
     if odd:
         raise ConfigError(f"{method.id}.stored names {', '.join(odd[:3])}, which the model does not have.")

@@ -13,14 +13,16 @@ from dataclasses import replace
 import torch
 
 from fedprism.aggregators import AcceptedUpload, Aggregator
-from fedprism.errors import FedprismError
+from fedprism.errors import FedprismError, some
 from fedprism.methods.base import Context, Mean, Method, State, Upload, UploadKind
-from fedprism.methods.states import WeightedSum, length, malformed, not_finite, update_length
+from fedprism.methods.states import WeightedSum, called, length, malformed, not_finite, update_length
 from fedprism.round.engine import Checked, Failure, Result
 from fedprism.transforms.base import Transform, UploadContext, from_wire
 
 FAR = 1000.0  # times the usual length: an update that is longer is refused
 UNKNOWN = 1e6  # root mean square of an upload, where the server holds nothing but zeros to compare it with
+# What a leaf may hold that the server has no type for.
+NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16)
 
 
 def accept(
@@ -64,8 +66,9 @@ def _other_than_declared(upload: State, kinds: Mapping[str, str], server: State)
         odd = sorted(upload.keys() ^ kinds.keys())
         return f"its upload is not what the method declares: {', '.join(odd[:3])} missing or unknown"
     for name, tensor in upload.items():
-        like = tensor.new_empty(()) if kinds[name] == "scalar" else tensor
-        expected = server.get(name, like)
+        if name not in server and tensor.dtype not in NUMBERS:
+            return f"{name} in its upload is {_kind(tensor)}, of which there is no mean"
+        expected = server.get(name, tensor.new_empty(()) if kinds[name] == "scalar" else tensor)
         if (tensor.dtype, tensor.shape) != (expected.dtype, expected.shape):
             return f"{name} in its upload is {_kind(tensor)}, expected {_kind(expected)}"
     return None
@@ -111,7 +114,7 @@ class RoundUploads:
         self.keeps = method.needs_all_uploads or not aggregator.is_mean
         self.in_total = () if method.needs_all_uploads else tuple(method.totals(server, ctx))
         self.lengths: dict[str, float] = {}  # of the updates that were accepted, by client
-        self.first: dict[str, str] | None = None  # of the first upload: name -> type and shape, where unknown before
+        self.names: frozenset[str] | None = None  # of what the first client uploads
         self.kept: list[AcceptedUpload] = []
         self.sum, self.total = WeightedSum(), WeightedSum()
 
@@ -119,32 +122,37 @@ class RoundUploads:
         self, client_id: str, answer: Result, kinds: Mapping[str, UploadKind], ctx: Context
     ) -> AcceptedUpload | Failure:
         """A client's upload, for which there is memory now, or why it is refused. `ctx` is that client's."""
+        if not self.method.needs_all_uploads:
+            self._check_names(client_id, frozenset(kinds))
         found = accept(self.method, self.transforms, answer, kinds, self.server, ctx, self.limit)
         if isinstance(found, Failure):
             return found
-        wrong = None if self.method.needs_all_uploads else self._unlike_the_first(client_id, found.upload)
-        if wrong is not None:
-            return Failure(wrong)
         if not self.keeps:
             self.sum.reserve(found.upload)
             self.total.reserve({name: found.upload[name] for name in self.in_total})
         origin = {} if self.method.needs_all_uploads else self.method.origin(ctx)  # it would be kept for nobody
         return AcceptedUpload(found.upload, kinds, origin, found.length, self.weights[client_id])
 
-    def _unlike_the_first(self, client_id: str, upload: State) -> str | None:
-        """Why there is no mean of this upload and the first one. Leaves of the server were compared with those."""
-        if self.first is None:
-            self.first = {name: "" if name in self.server else _kind(tensor) for name, tensor in upload.items()}
-        if upload.keys() != self.first.keys():
-            odd = ", ".join(sorted(upload.keys() ^ self.first.keys())[:3])
+    def _check_names(self, client_id: str, names: frozenset[str]) -> None:
+        """Refuse a method that declares uploads of which there is no mean."""
+        unknown = names - self.server.keys()
+        if unknown:
             raise FedprismError(
-                f"{self.method.id}: {client_id!r} uploads other names than the clients before it ({odd}), so there is "
-                "no mean of them; override `aggregate`."
+                f"{self.method.id}: {client_id!r} uploads {some(sorted(unknown))}, which the server does not hold, so "
+                "nobody knows of which type and shape they should be. Let `server` return them too, or override "
+                "`aggregate`."
             )
-        for name, expected in self.first.items():
-            if expected and _kind(upload[name]) != expected:
-                return f"{name} in its upload is {_kind(upload[name])}, expected {expected} as of the clients before it"
-        return None
+        self.names = names if self.names is None else self.names
+        if names != self.names:
+            raise FedprismError(
+                f"{self.method.id}: {client_id!r} uploads other names than the clients before it "
+                f"({some(sorted(names ^ self.names))}), so there is no mean of them; override `aggregate`."
+            )
+        missing = set(self.in_total) - names
+        if missing:
+            raise FedprismError(
+                f"{self.method.id}.totals names {some(sorted(missing))}, which {client_id!r} does not upload."
+            )
 
     def add(self, client_id: str, sent: AcceptedUpload) -> None:
         """One more upload, in client order."""
@@ -168,11 +176,12 @@ class RoundUploads:
             after = method.aggregate(server, uploads, ctx)
         else:
             after = method.combine(server, self._mean(clients), ctx)
+        hook = "aggregate" if method.needs_all_uploads else "combine"
+        if not isinstance(after, Mapping):
+            raise FedprismError(f"{method.id}.{hook} returned {called(after)}; expected the server's next state.")
         if after.keys() != server.keys():
-            changed, hook = sorted(after.keys() ^ server.keys()), "aggregate" if method.needs_all_uploads else "combine"
-            raise FedprismError(
-                f"{method.id}.{hook} changed the server's keys: {changed[:3]}; they must stay constant."
-            )
+            changed = some(sorted(after.keys() ^ server.keys()))
+            raise FedprismError(f"{method.id}.{hook} changed the server's keys: {changed}; they must stay constant.")
         return after
 
     def _mean(self, clients: tuple[str, ...]) -> Mean:
@@ -202,7 +211,7 @@ class RoundUploads:
 def _difference(found: object, expected: State) -> str | None:
     """How what an aggregator returned differs from an upload."""
     if not isinstance(found, Mapping):
-        return f"it returned {'None' if found is None else type(found).__name__}"
+        return f"it returned {called(found)}"
     for name in {**expected, **found}:
         given, wanted = (_kind(each[name]) if name in each else "nothing" for each in (found, expected))
         if given != wanted:

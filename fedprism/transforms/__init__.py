@@ -15,7 +15,7 @@ TRANSFORMS: Plugins[Transform] = Plugins("transform", Transform)
 
 def make_transforms(listed: Sequence[Named]) -> tuple[Transform, ...]:
     """The transforms of a configuration, in its order."""
-    return _made(json.dumps(plain(listed)))
+    return _made(json.dumps(plain(listed), default=str))
 
 
 @lru_cache(maxsize=16)  # every client asks in every round

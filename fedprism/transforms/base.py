@@ -78,7 +78,7 @@ class Transform:
             cls.id = cls.__name__.lower()
 
     def client(self, upload: State, context: UploadContext) -> State:
-        """What is sent instead of the upload. Changes no input in place."""
+        """What is sent instead of the upload. Changes no tensor in place."""
         return upload
 
     def server(self, sent: State, context: UploadContext) -> State:
@@ -87,12 +87,18 @@ class Transform:
 
 
 def to_wire(transforms: Sequence[Transform], upload: State, context: UploadContext) -> State:
-    """All client halves, in order. What they log is in `context.logs`."""
+    """All client halves, in order; a new dict, if there are any. What they log is in `context.logs`."""
     for place, (transform, suffix) in enumerate(zip(transforms, suffixes(transforms), strict=True)):
-        upload = transform.client(upload, replace(context, place=place, suffix=suffix))
+        given = list(upload.values())
+        before = [tensor._version for tensor in given]  # it counts changes in place
+        upload = transform.client(dict(upload), replace(context, place=place, suffix=suffix))
         wrong = malformed(upload)
         if wrong is not None:
             raise ConfigError(f"the transform {transform.id} makes a client's upload unusable: {wrong}.")
+        if [tensor._version for tensor in given] != before:
+            raise ConfigError(
+                f"the transform {transform.id} changes tensors of a client's upload in place; make new ones."
+            )
     return upload
 
 

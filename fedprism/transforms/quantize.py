@@ -75,11 +75,11 @@ class Quantize(Transform):
 
     def rounded(self, u: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Whole numbers from -levels to levels as int8 `[n]`, and a scale per bucket `[ceil(n / bucket)]`."""
-        bucket = self.bucket_of(len(u))
+        bucket, wide = self.bucket_of(len(u)), torch.promote_types(u.dtype, torch.float32)  # 16 bits round x + noise
         padded = torch.nn.functional.pad(u, (0, -len(u) % bucket)).view(-1, bucket)
         scales = padded.abs().amax(1) / self.levels
-        x = torch.where(scales.unsqueeze(1) > 0, padded / scales.unsqueeze(1), 0).flatten()[: len(u)]
-        noise = torch.rand(len(u), generator=generator, device=u.device, dtype=u.dtype)
+        x = torch.where(scales.unsqueeze(1) > 0, padded.to(wide) / scales.unsqueeze(1), 0).flatten()[: len(u)]
+        noise = torch.rand(len(u), generator=generator, device=u.device, dtype=wide)
         return (x + noise).floor().clamp(-self.levels, self.levels).to(torch.int8), scales
 
     def values(self, codes: Tensor, scales: Tensor) -> Tensor:
