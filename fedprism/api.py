@@ -240,7 +240,7 @@ def compare(
     runs: dict[Path, Run] = {}
     federations: dict[int, Federation] = {}  # by seed
     by_seed = sorted(planned, key=lambda cell: seeds.index(cell.config.seed))
-    _check_models([cell for cell in by_seed if run_status(cell.path) not in ENDED], federations)
+    _check_methods([cell for cell in by_seed if run_status(cell.path) not in ENDED], federations)
     for cell in by_seed:
         try:
             _run_cell(cell, federations, callbacks)
@@ -256,7 +256,7 @@ def compare(
     return done
 
 
-def _check_models(cells: Sequence[Cell], federations: dict[int, Federation]) -> None:
+def _check_methods(cells: Sequence[Cell], federations: dict[int, Federation]) -> None:
     """Refuse methods that need one architecture for all clients, where these differ, or upload nothing that the
     transforms act on, before any run begins."""
     if not cells or (cells[0].config.model.per_client is None and not cells[0].config.transforms):

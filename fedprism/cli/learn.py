@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -122,32 +123,15 @@ def _models() -> Listed:
     return ["model", ""], [[name, entry.facts["description"]] for name, entry in index.entries("models").items()]
 
 
-def _datasets() -> Listed:
-    return ["dataset", ""], [[name, entry.line] for name, entry in index.entries("datasets").items()]
-
-
-def _partitions() -> Listed:
-    return ["partition", ""], [[name, entry.line] for name, entry in index.entries("partitions").items()]
-
-
-def _transforms() -> Listed:
-    known = index.entries("transforms")
-    return ["transform", ""], [[name, entry.line] for name, entry in known.items()] + _installed("transforms", known)
-
-
-def _aggregators() -> Listed:
-    known = index.entries("aggregators")
-    return ["aggregator", ""], [[name, entry.line] for name, entry in known.items()] + _installed("aggregators", known)
-
-
-def _installed(kind: str, known: Collection[str]) -> list[list[str]]:
-    """What installed packages offer, by name: nothing is imported."""
-    offered = {entry.name: entry.value for entry in entry_points(group=f"fedprism.{kind}")}
-    return [[name, f"of an installed package: {value}"] for name, value in sorted(offered.items()) if name not in known]
-
-
-def _engines() -> Listed:
-    return ["engine", ""], [[name, entry.line] for name, entry in index.entries("engines").items()]
+def _named(kind: str) -> Listed:
+    """What is built in, then what installed packages offer. Nothing is imported."""
+    known = index.entries(kind)
+    offered = {
+        entry.name: f"of an installed package: {entry.value}" for entry in entry_points(group=f"fedprism.{kind}")
+    }
+    lines = {name: entry.line for name, entry in known.items()}
+    lines |= {name: line for name, line in sorted(offered.items()) if name not in known}
+    return [kind.removesuffix("s"), ""], [[name, line] for name, line in lines.items()]
 
 
 def _experiments() -> Listed:
@@ -162,12 +146,12 @@ def _about(file: Path) -> str:
 
 _LISTS: dict[Listing, Callable[[], Listed]] = {
     Listing.methods: _methods,
-    Listing.datasets: _datasets,
+    Listing.datasets: partial(_named, "datasets"),
     Listing.models: _models,
-    Listing.partitions: _partitions,
-    Listing.transforms: _transforms,
-    Listing.aggregators: _aggregators,
-    Listing.engines: _engines,
+    Listing.partitions: partial(_named, "partitions"),
+    Listing.transforms: partial(_named, "transforms"),
+    Listing.aggregators: partial(_named, "aggregators"),
+    Listing.engines: partial(_named, "engines"),
     Listing.experiments: _experiments,
 }
 

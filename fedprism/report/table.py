@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -294,14 +295,27 @@ def _unfinished(record: RunRecord) -> list[str]:
 
 
 def _failures(record: RunRecord) -> list[str]:
-    """How often clients failed, which ones, and the most frequent reason."""
+    """How often clients failed, and who of them for the most frequent reason."""
     failed = [each for entry in record.rounds for each in entry.failed.items()]
     if not failed:
         return []
     asked = sum(len(entry.down) for entry in record.rounds)
-    (reason, _), *_ = Counter(reason for _, reason in failed).most_common(1)
-    who = some(client for client, _ in Counter(client for client, _ in failed).most_common())
-    return [f"{len(failed)} of {asked} times a client failed in a round ({who}: {reason})"]
+    kinds = Counter(_kind(reason) for _, reason in failed)
+    most, count = kinds.most_common(1)[0]
+    alike = [each for each in failed if _kind(each[1]) == most]
+    who = some(client for client, _ in Counter(client for client, _ in alike).most_common())
+    often = f"{count} of them " if len(kinds) > 1 else ""
+    example = "for example, " if len({reason for _, reason in alike}) > 1 else ""
+    return [f"{len(failed)} of {asked} times a client failed in a round ({often}{who}: {example}{alike[0][1]})"]
+
+
+def _kind(reason: str) -> str:
+    """A reason without its numbers.
+
+    >>> _kind("its update has length 2.4e+38: the limit is 1e+03") == _kind("its update has length 7: the limit is 9.1")
+    True
+    """
+    return re.sub(r"\d[\d.e+-]*|\binf\b", "#", reason)
 
 
 def _differences(records: Sequence[RunRecord]) -> list[str]:
