@@ -24,7 +24,7 @@ from fedprism.conformance.case import storing_everything
 from fedprism.methods import make
 from fedprism.methods.base import Method
 from fedprism.records.checkpoint import Checkpoints
-from fedprism.round.client import constant_shared, make_context, make_info, stored_names
+from fedprism.round.client import make_context, make_info, stored_names
 from fedprism.round.events import Snapshot
 from fedprism.store.clients import DiskStore
 
@@ -38,8 +38,7 @@ def written(method: Method, config: Config, clients: int, shape: tuple[int, ...]
     info = make_info(config, [f"client-{place}" for place in range(clients)], CLASSES, shape)
     first = info.clients[0]
     model = method.build(info.arch, first, info, info.seed)
-    constant = constant_shared(method, config, info, model, first)
-    ctx = make_context(method, config, info, model, ROUND, first, constant_shared=constant)
+    ctx = make_context(method, config, info, model, ROUND, first)
     leaves = model.state_dict()
     own = {name: leaves[name] for name in stored_names(method, model, ctx)}
     states = DiskStore(info.clients, lambda state: state, at_once=1)

@@ -16,7 +16,7 @@ import fedprism as fp
 from fedprism import api
 from fedprism.config import Config, structure
 from fedprism.conformance.case import storing_everything
-from fedprism.errors import ConfigError, FedprismError
+from fedprism.errors import ConfigError
 from fedprism.federation import Federation
 from fedprism.methods import METHODS, leaves
 from fedprism.methods.base import Arch, Client, Context, Info, Method, Net, Pass, State, Upload, load
@@ -441,10 +441,43 @@ class LateHead(Method):
         return {**server, **uploads[0].state}
 
 
-def test_what_travels_may_not_depend_on_the_client(tiny: Federation) -> None:
-    """One slot asks once what every round shares. No client goes on with what another one has left there."""
-    with pytest.raises(FedprismError, match=r"of client 'textured' is neither received nor stored\. Let `shared`"):
-        loop_for(LateHead(), config_of(), tiny).run([])
+def test_clients_may_share_other_leaves_than_others(tiny: Federation) -> None:
+    """No client goes on with what another one has left in its slot."""
+    few, everything = (loop_for(each, config_of(), tiny) for each in (LateHead(), storing_everything(LateHead())))
+    assert few.run([]) == everything.run([]) == "finished"
+    assert same(few.server, everything.server)
+    assert few.states["textured"] is not None
+    assert few.states["textured"].keys() == set(leaves.everything(few.models[few.info.arch]))
+
+
+@pytest.mark.parametrize("attribute", ["round", "lr", "is_new", "download", "steps"])
+def test_what_is_shared_is_not_constant_if_it_looks_at_the_round(attribute: str, tiny: Federation) -> None:
+    class Looks(Method):
+        def shared(self, model: Net, ctx: Context) -> Collection[str]:
+            getattr(ctx, attribute)
+            return super().shared(model, ctx)
+
+    class LooksBehind(Method):
+        def shared(self, model: Net, ctx: Context) -> Collection[str]:
+            return super().shared(model, ctx.replace(client_id=str(getattr(ctx, attribute))))
+
+    class LooksElsewhere(Method):
+        def shared(self, model: Net, ctx: Context) -> Collection[str]:
+            assert ctx.client_id in (None, *ctx.info.clients)
+            assert ctx.rounds
+            assert ctx.data is None or len(ctx.local.train)
+            return super().shared(model, ctx)
+
+    for method in (Looks(), LooksBehind()):
+        assert after_a_round(method, tiny)[0], "everything is stored"
+    assert not after_a_round(LooksElsewhere(), tiny)[0]
+
+
+def test_what_is_stored_does_not_take_longer_with_more_rounds(tiny: Federation) -> None:
+    """A question that is asked for each round would take hours here."""
+    loop = loop_for(METHODS["fedcp"](), config_of(train={"rounds": 10**9}), tiny)
+    record, _ = loop.one_round(0)
+    assert not record.failed
 
 
 @pytest.mark.parametrize("what", [None, "body.fc1.weight"])

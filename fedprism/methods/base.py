@@ -87,7 +87,7 @@ class Context:
     download: State = field(default_factory=dict)  # what was received this round
     steps: Mapping[str, int] = field(default_factory=dict)  # optimiser steps done this round, per pass
     is_new: bool = False  # this client's first round
-    constant_shared: bool = False  # for `stored` alone: does every round share the same leaves?
+    constant_shared: bool = False  # for `stored` alone: are the shared leaves the same in every round?
     logs: dict[str, dict[str, float]] = field(default_factory=dict)  # of the server: client -> name -> value
 
     def replace(self, **changes: Any) -> Context:
@@ -206,7 +206,6 @@ class Client:
         self.log_sums: State = {}  # name -> sum of what was logged this round
         self.log_counts: dict[str, int] = {}  # name -> number of values in the sum
         self.draw: Draw = no_draw  # uniform noise in (0, 1): client.draw("name", *shape)
-        self.constant_shared: bool | None = None  # does every round share the same leaves? None: not asked yet
 
     def keep(self, name: str, value: Tensor | Mapping[str, Tensor] | float) -> None:
         """Copy a tensor, a dict of tensors or a number into scratch; read it back as `client[name]`."""
@@ -329,7 +328,7 @@ class Method:
     def stored(self, model: Net, ctx: Context) -> Collection[str]:
         """Leaves that a client keeps until its next round. All others hold no number when `receive` begins.
 
-        Default: what is not shared, if every round sends the same leaves and `receive` only loads them; else
+        Default: what is not shared, if `shared` does not look at the round and `receive` only loads what is sent; else
         everything, and so does a method that is tested after training: that model is its result. A class that replaces
         its parent's `send`, `receive` or `moment` has this default again, unless it says otherwise.
         """

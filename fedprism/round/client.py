@@ -206,9 +206,6 @@ def transform_upload(
 def copy_stored(client: Client, job: Job, ctx: Context) -> State:
     """Copies of the leaves that the client keeps between rounds."""
     own = tensors(client.model)
-    if client.constant_shared is None:
-        client.constant_shared = constant_shared(job.method, job.config, job.info, client.model, job.data.name)
-    ctx = ctx.replace(constant_shared=client.constant_shared)
     return copy_of({name: own[name] for name in stored_names(job.method, client.model, ctx)})
 
 
@@ -283,17 +280,34 @@ def make_context(
     return ctx.replace(shared=travelling(model, names, bn_policy(method, config)))
 
 
-def constant_shared(method: Method, config: Config, info: Info, model: nn.Module, client_id: str) -> bool:
-    """Does the method share the same leaves in every round, that of the last evaluation included?"""
-    if type(method).shared is Method.shared:
-        return True
-    ctx = make_context(method, config, info, model, 0, client_id)
-    first = set(method.shared(model, ctx))
-    return all(set(method.shared(model, ctx.replace(round=r))) == first for r in range(1, ctx.rounds + 1))
+class _Round(Exception):
+    """Somebody has asked which round it is."""
+
+
+class _AnyRound(Context):
+    """A context of no round in particular: it raises `_Round` if anything is read that differs between rounds."""
+
+    def __init__(self, ctx: Context) -> None:
+        object.__getattribute__(self, "__dict__").update(ctx.__dict__)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in {"round", "lr", "download", "steps", "is_new", "logs", "rng", "log", "replace", "__dict__"}:
+            raise _Round
+        return super().__getattribute__(name)
+
+
+def constant_shared(method: Method, model: nn.Module, ctx: Context) -> bool:
+    """Does the method share the same leaves in every round? It does if `shared` does not ask which one it is."""
+    try:
+        method.shared(model, _AnyRound(ctx))
+    except _Round:
+        return False
+    return True
 
 
 def stored_names(method: Method, model: nn.Module, ctx: Context) -> tuple[str, ...]:
     """The leaves of its model that a client keeps between rounds, in their order."""
+    ctx = ctx.replace(constant_shared=constant_shared(method, model, ctx))
     have, found = everything(model), method.stored(model, ctx)
     if isinstance(found, str) or not isinstance(found, Collection):
         raise ConfigError(f"{method.id}.stored returned {found!r}; expected a collection of names of leaves.")
@@ -307,11 +321,8 @@ def stored_names(method: Method, model: nn.Module, ctx: Context) -> tuple[str, .
 def stored_bytes(method: Method, config: Config, info: Info, client_id: str) -> int:
     """Bytes of what a client keeps between rounds: after the first or the last, whichever are more."""
     model = method.build(info.arch_of(client_id), client_id, info, info.seed)
-    own, constant = tensors(model), constant_shared(method, config, info, model, client_id)
-    contexts = [
-        make_context(method, config, info, model, round, client_id, constant_shared=constant)
-        for round in (0, max(0, config.train.rounds - 1))
-    ]
+    own, rounds = tensors(model), (0, max(0, config.train.rounds - 1))
+    contexts = [make_context(method, config, info, model, round, client_id) for round in rounds]
     return max(size({name: own[name] for name in stored_names(method, model, ctx)}) for ctx in contexts)
 
 
