@@ -259,15 +259,17 @@ def compare(
 def _check_methods(cells: Sequence[Cell], federations: dict[int, Federation]) -> None:
     """Refuse methods that need one architecture for all clients, where these differ, or upload nothing that the
     transforms act on, before any run begins."""
-    if not cells or (cells[0].config.model.per_client is None and not cells[0].config.transforms):
+    configs = {cell.config.method.name: cell.config for cell in cells}
+    if all(config.model.per_client is None and not config.transforms for config in configs.values()):
         return
     config = cells[0].config
     made = federations[config.seed] = build_federation(config.data, config.seed)
     info = make_info(config, made.names, made.classes, made.shape)
-    methods = {cell.config.method.name: make(cell.config.method) for cell in cells}
+    methods = {name: make(config.method) for name, config in configs.items()}
     check_mixed(list(methods.values()), info)
-    for method in methods.values():
-        check_transforms(make_transforms(config.transforms), method.id, uploaded_kinds(method, config, info))
+    for name, method in methods.items():
+        own = configs[name]
+        check_transforms(make_transforms(own.transforms), method.id, uploaded_kinds(method, own, info))
 
 
 def _run_cell(cell: Cell, federations: dict[int, Federation], callbacks: Sequence[Callback]) -> None:

@@ -233,6 +233,7 @@ class ClientsConfig:
 
 MOMENTS = ("received", "trained", "adapted", "global")
 SPLITS = ("train", "validation", "test")
+LOCAL = "local"  # training alone, against which gains are measured
 
 
 @dataclass(frozen=True)

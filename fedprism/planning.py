@@ -11,7 +11,7 @@ import torch
 
 from fedprism import config as configuration
 from fedprism.aggregators import AGGREGATORS, check_aggregator, make_aggregator
-from fedprism.config import Config, EvaluateConfig, Named
+from fedprism.config import LOCAL, Config, EvaluateConfig, Named
 from fedprism.data import Dataset, folder
 from fedprism.data.base import chosen_domains, side
 from fedprism.data.images import changes
@@ -108,7 +108,10 @@ class Cell:
 def cells(
     config: Config, methods: Sequence[str], seeds: Sequence[int], name: str, out: str | Path | None = None
 ) -> list[Cell]:
-    """The runs of a comparison: every method with every seed. `out` is the folder of the runs."""
+    """The runs of a comparison: every method with every seed. `out` is the folder of the runs.
+
+    Training alone uploads nothing that transforms could act on, so it is compared without them.
+    """
     if not methods or not seeds:
         raise ConfigError("a comparison needs at least one method and one seed.")
     for kind, items in (("method", methods), ("seed", seeds)):
@@ -118,7 +121,8 @@ def cells(
     for method in methods:
         chosen = config.method if config.method.name == method else Named(method)
         for seed in seeds:
-            each = resolve(replace(config, seed=seed, method=chosen))
+            transforms = () if method == LOCAL else config.transforms
+            each = resolve(replace(config, seed=seed, method=chosen, transforms=transforms))
             result.append(Cell(each, directory_of(each, name, None if out is None else Path(out) / "{method}-{seed}")))
     paths = [cell.path for cell in result]
     twice = next((path for path in paths if paths.count(path) > 1), None)

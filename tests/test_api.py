@@ -247,6 +247,18 @@ def test_a_comparison_writes_its_table_and_its_page(tmp_path: Path) -> None:
     assert "images of plain" in (tmp_path / "a" / "report.html").read_text()
 
 
+def test_a_comparison_trains_local_without_transforms(tmp_path: Path) -> None:
+    """It uploads nothing that they could act on, and by itself is refused with them; a table with them has gains."""
+    raw = {"model": "mlp", "train": {"rounds": 1}, "data": {"partition": {"name": "domain", "clients": 2}}}
+    config = structure({**raw, "transforms": ["clip_norm"]}, Config)
+    with pytest.raises(fp.ConfigError, match="clip_norm acts on weights, factors, but fedproto uploads prototype"):
+        fp.compare(config, ["local", "fedproto"], [0], "x", out=tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
+    local, fedavg = fp.compare(config, ["local", "fedavg"], [0], "x", out=tmp_path / "a")
+    assert (local.record.config.transforms, len(fedavg.record.config.transforms)) == ((), 1)
+    assert "gain" in fp.table([local, fedavg]).rows[1].figures
+
+
 def test_a_run_records_what_reports_need(three: fp.Federation, tmp_path: Path) -> None:
     models = ["mlp", {"name": "lenet-bn"}]
     run = fp.train(three, fp.FedSCE(), models, rounds=1, out=tmp_path / "run")

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
+from fedprism.config import LOCAL
 from fedprism.errors import FedprismError
 from fedprism.records import Protocol, RunRecord
 from fedprism.records.protocol import of_path
@@ -28,7 +29,7 @@ from fedprism.report.canvas import (
     write_figure,
 )
 from fedprism.report.diagnostics import WHOLE, Courses, diagnostics_of, families
-from fedprism.report.table import LOCAL, MANY, Row, Table, grouped, table
+from fedprism.report.table import MANY, Row, Table, grouped, table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,11 +11,11 @@ from typing import Any
 
 from fedprism import atomic
 from fedprism import config as configuration
-from fedprism.config import SPLITS
+from fedprism.config import LOCAL, SPLITS
 from fedprism.records import Protocol, RunRecord
 from fedprism.report import canvas, figures, formats
 from fedprism.report.models import models
-from fedprism.report.table import GAIN, LOCAL, MANY, Table, grouped, table
+from fedprism.report.table import GAIN, MANY, Table, grouped, table
 from fedprism.report.transforms import transforms
 
 Pictures = Mapping[str, bytes] | str  # client -> images side by side as PNG; or a sentence that says why there are none

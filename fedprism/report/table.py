@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import StringIO
 
-from fedprism.config import plain
+from fedprism.config import LOCAL, plain
 from fedprism.errors import RecordError, some, unknown
 from fedprism.records import Figure, Gain, Outcome, Protocol, RunRecord, flat, gain, outcome, summarise
 from fedprism.records.protocol import figure, paths_of
@@ -24,7 +24,6 @@ SHARES = (5, 25, 50, 75, 95)  # percent of the clients that are below a figure
 GAIN = "gain"
 MORE = ("spread", "balanced accuracy", "macro F1")  # figures that only the CSV has
 BELOW = tuple(f"{share} % of clients below" for share in SHARES)  # likewise, in place of the clients' columns
-LOCAL = "local"
 _APART = ("seed", "run", "method", "evaluate")  # what may differ between runs that are compared
 _UPLOADS = ("transforms", "server")  # what training alone does not depend on
 
@@ -320,9 +319,13 @@ def _kind(reason: str) -> str:
 
 def _differences(records: Sequence[RunRecord]) -> list[str]:
     """The settings beside method and seed in which the runs differ: then they are not strictly comparable."""
-    settings = [flat(json.loads(_key(record, _APART))) for record in records]
-    paths = dict.fromkeys(path for each in settings for path in each)
-    odd = [path for path in paths if len({json.dumps(each.get(path)) for each in settings}) > 1]
+    settings = [(record.method, flat(json.loads(_key(record, _APART)))) for record in records]
+    values: dict[str, set[str]] = {path: set() for _, each in settings for path in each}
+    for method, each in settings:
+        for path in values:
+            if method != LOCAL or path.partition(".")[0] not in _UPLOADS:
+                values[path].add(json.dumps(each.get(path)))
+    odd = [path for path, found in values.items() if len(found) > 1]
     return [f"These runs differ in more than their method: {', '.join(odd)}."] if odd else []
 
 
