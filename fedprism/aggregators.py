@@ -16,7 +16,7 @@ import torch
 from fedprism.config import Named, positive, setting
 from fedprism.errors import ConfigError
 from fedprism.methods.base import Method, State, average
-from fedprism.methods.states import WeightedSum, length, update_of
+from fedprism.methods.states import WeightedSum, added_to, length, update_of
 from fedprism.plugins import Plugins
 
 AT_ONCE = 2**20  # numbers of all uploads together that are sorted at a time
@@ -143,7 +143,7 @@ class NormBounded(Aggregator):
             for kind, bound in bounds.items():
                 if lengths[kind][place] > bound:
                     update = {name: u * (bound / lengths[kind][place]) for name, u in _update(each, kind).items()}
-                    state |= {n: each.origin[n] + u if n in each.origin else u for n, u in update.items()}
+                    state |= added_to(each.origin, update)
             total.add(state, each.weight)
         return total.result()
 

@@ -329,8 +329,9 @@ def _strict(kind: type, accepts: tuple[type, ...], expected: str) -> Callable[[A
 
 def _literal(raw: Any, kind: Any) -> Any:
     choices = typing.get_args(kind)
-    if any(raw == choice and type(raw) is type(choice) for choice in choices):
-        return raw
+    for choice in choices:
+        if (raw == choice and type(raw) is type(choice)) or raw == str(choice):  # bits: "4" is 4
+            return choice
     raise ConfigError(unknown("value", str(raw), [str(choice) for choice in choices]))
 
 

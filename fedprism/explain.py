@@ -22,7 +22,7 @@ from fedprism.models import MODELS, Arch
 from fedprism.round.client import Job, make_context, make_info, open_slot, transform_upload
 from fedprism.round.engine import Failure, Request, Result
 from fedprism.round.loop import make_loop
-from fedprism.transforms import make_transforms
+from fedprism.transforms import TRANSFORMS, make_transforms
 
 REQUIRED = "(required)"  # instead of a default
 TEXTS = (200, 98_635)  # tokens per text and words, as in FedCP's AG News: the inputs that text models are tried on
@@ -102,8 +102,8 @@ def _architectures(method: Method) -> str:
     return "the same for all clients" + (f"; with {needed} they may differ" if needed else "")
 
 
-def settings_of(cls: type[Method]) -> list[tuple[str, Any, str, str]]:
-    """Each hyper-parameter of a method: name, default, values, meaning."""
+def settings_of(cls: type[Any]) -> list[tuple[str, Any, str, str]]:
+    """Each setting of a method or a transform: name, default, values, meaning."""
     kinds = typing.get_type_hints(cls)
     return [
         (f.name, _default(f), f.metadata.get("expected") or _values(kinds[f.name]), str(f.metadata.get("doc", "")))
@@ -135,7 +135,9 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 def changes(transforms: Sequence[Named]) -> dict[str, str]:
     """What transforms do to uploads, in words."""
-    return {f"transform {each.id}": each.idea for each in make_transforms(transforms)}
+    made = make_transforms(transforms)
+    counted = {} if all(map(TRANSFORMS.built_in, made)) else {"bytes": _BYTES[False]}
+    return {**{f"transform {each.id}": each.idea for each in made}, **counted}
 
 
 def traffic(
@@ -143,13 +145,13 @@ def traffic(
 ) -> list[Counted]:
     """The download and upload of a client of each architecture, counted in real rounds on noise.
 
-    There are as many clients as `model.per_client` lists, else two. What a built-in method sends has the same size
-    whatever was learnt, so nothing is trained: a big model would take minutes. Where a method compresses what it sends,
-    the bytes are counted before compression, as an upper bound.
+    There are as many clients as `model.per_client` lists, else two. What built-in methods and transforms send has the
+    same size whatever was learnt, so nothing is trained: a big model would take minutes. Where a method compresses what
+    it sends, the bytes are counted before compression, as an upper bound.
     """
     config = structure({"train": {"rounds": rounds}, "evaluate": {"moments": []}}, Config)
     config = replace(config, model=model, transforms=tuple(transforms))
-    known = _built_in(method)
+    known = _built_in(method) and all(map(TRANSFORMS.built_in, make_transforms(transforms)))
     if known and _encodes(method):
         method = _unencoded(method)
     names = [f"client {number}" for number in range(1, max(len(_listed(model)), 2) + 1)]

@@ -48,6 +48,10 @@ class Plugins(Registry[type[T]], Generic[T]):
             raise ConfigError(f"{error} @ {where}") from error.__cause__
         return structure(dict(named.settings), cls, where)
 
+    def built_in(self, item: T) -> bool:
+        """Is it one of the package's own?"""
+        return any(known is type(item) for _, known in self.items())
+
     def named(self, item: T) -> Named:
         """An object as a configuration stores it: the name to find its class by, and all its settings."""
         cls = type(item)

@@ -307,17 +307,25 @@ def test_bad_settings_are_refused(aggregator: Any, words: str, unequal: Federati
 class Wrong(Aggregator):
     """an aggregator that returns something else"""
 
-    what: Literal["none", "few", "double"] = "none"
+    what: Literal["none", "few", "double", "nan"] = "none"
 
     def aggregate(self, uploads: Sequence[AcceptedUpload]) -> State:
         whole = super().aggregate(uploads)
         if self.what == "none":
             return None  # type: ignore[return-value]
+        if self.what == "nan":
+            return {n: t * math.nan for n, t in whole.items()}
         return dict(list(whole.items())[1:]) if self.what == "few" else {n: t.double() for n, t in whole.items()}
 
 
 @pytest.mark.parametrize(
-    ("what", "found"), [("none", "returned None"), ("few", "weight it returned nothing"), ("double", "torch.float64")]
+    ("what", "found"),
+    [
+        ("none", "returned None"),
+        ("few", "weight it returned nothing"),
+        ("double", "torch.float64"),
+        ("nan", "weight is not finite, though every upload is"),
+    ],
 )
 def test_what_an_aggregator_returns_is_checked(what: str, found: str, unequal: Federation) -> None:
     settings = config_of(model=MLP, server={"aggregator": {"name": f"{__name__}:Wrong", "what": what}})

@@ -126,14 +126,14 @@ def test_the_smallest_rank_that_keeps_the_energy(energy: float, rank: int, shape
     torch.testing.assert_close(sent["w|U"].T @ sent["w|U"], eye)
     torch.testing.assert_close(sent["w|V"] @ sent["w|V"].T, eye)
     u, s, v = torch.linalg.svd(given, full_matrices=False)
-    torch.testing.assert_close(multiplied(sent)["w"], (u[:, :rank] * s[:rank]) @ v[:rank], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(multiplied(sent, {})["w"], (u[:, :rank] * s[:rank]) @ v[:rank], atol=1e-5, rtol=1e-5)
 
 
 def test_all_of_the_energy_is_the_matrix_itself() -> None:
     given = {"w": matrix(16, 40, [5.0, 1.0, 1e-3]), "conv": matrix(8, 27, [1.0, 0.5]).reshape(8, 3, 3, 3)}
     sent = factored(given, 1.0)
     assert size(sent) < size(given)
-    for name, tensor in multiplied(sent).items():
+    for name, tensor in multiplied(sent, {}).items():
         assert tensor.shape == given[name].shape
         assert (tensor - given[name]).abs().max() < 1e-5
 
@@ -145,7 +145,7 @@ def test_factors_are_sent_only_where_they_are_smaller() -> None:
     assert {name.partition("|")[0] for name in sent if "|" in name} == {"low", "nothing"}
     assert sent["full"] is full
     assert list(sent)[:3] == ["full", "bias", "steps"]  # what is whole comes first
-    back = multiplied(dict(sorted(sent.items())))
+    back = multiplied(dict(sorted(sent.items())), {})
     assert back.keys() == state.keys()
     assert not back["nothing"].any()
     rank = 7  # 7 (9 + 30 + 1) is more than 270, 6 (9 + 30 + 1) is less
@@ -162,8 +162,11 @@ def test_factors_of_something_larger_are_not_multiplied(tiny: Federation) -> Non
     ctx = loop.context(1).replace(client_id="plain", download=download)
     long = torch.ones(10**6, 1)
     sent = {f"{name}|U": long, f"{name}|S": torch.ones(1), f"{name}|V": long.T}
-    with pytest.raises(FedprismError, match=rf"the factors of {name} make \(1000000, 1000000\), expected \("):
+    with pytest.raises(FedprismError, match=rf"the factors of '{name}' make \(1000000, 1000000\), expected \("):
         loop.method.decode(sent, ctx)
+    unknown = {key.replace(name, "more"): tensor for key, tensor in sent.items()}
+    with pytest.raises(FedprismError, match=r"the factors of 'more' make \(1000000, 1000000\), expected no such leaf"):
+        loop.method.decode(unknown, ctx)
 
 
 def test_what_goes_to_many_is_factored_once(monkeypatch: pytest.MonkeyPatch) -> None:

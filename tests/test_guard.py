@@ -20,13 +20,13 @@ from fedprism.engines.processes.handle import Pool
 from fedprism.federation import Federation
 from fedprism.methods import METHODS
 from fedprism.methods.base import Client, Context, Method, State
-from fedprism.methods.states import length, malformed, update_length
+from fedprism.methods.states import length, malformed, rest_length, update_length
 from fedprism.records import RunDirectory
 from fedprism.round.client import make_info
 from fedprism.round.engine import Engine, Failure, Request, Result
 from fedprism.round.events import Callback, Snapshot
 from fedprism.round.loop import Loop
-from fedprism.round.server import FAR, UNKNOWN, longest_update
+from fedprism.round.server import FAR, LARGEST, UNKNOWN, longest_update
 from tests.harness import CPU, MLP, Borrowed, Collect, config_of, loop_for, same
 
 pytestmark = pytest.mark.full
@@ -62,7 +62,7 @@ def run(
     start: Snapshot | None = None,
     **sections: Any,
 ) -> tuple[Loop, Collect]:
-    settings = config_of(model=MLP, **sections)
+    settings = config_of(**{"model": MLP, **sections})
     info = make_info(settings, federation.names, federation.classes, federation.shape)
     engine, seen = Sends(method, settings, info, federation, CPU), Collect()
     engine.change, engine.since, engine.victims = change, since, victims
@@ -112,6 +112,9 @@ def test_what_is_finite_and_enormous_is_refused(method: str, change: Change, sin
     reason = seen.records[-1].failed[VICTIM]
     if method == "fedkd" and change is enormous:  # the product of such factors is too large for a number
         assert reason == "update.student.body.fc1.weight in its upload is not finite"
+    elif change is enormous and method in ("fedproto", "scaffold"):  # counts, and changes of control variates
+        assert "its buffers and scalars have length" in reason
+        assert reason.endswith(": the limit is 1e+12")
     else:
         assert "its update has length" in reason
         assert "far from what is usual: the limit is" in reason
@@ -119,6 +122,59 @@ def test_what_is_finite_and_enormous_is_refused(method: str, change: Change, sin
     assert all(same(loop.states[c], without.states[c]) for c in tiny.names)
     assert not same(loop.server, seen.snapshots[since].server), "the others' uploads count"
     assert loop.usual_length == without.usual_length
+
+
+@pytest.mark.parametrize(
+    ("method", "name"), [("fedproto", "prototypes.count"), ("pfedvem", "rho2"), ("fedsce", "distance/parameters")]
+)
+def test_a_scalar_has_a_limit(method: str, name: str, tiny: Federation) -> None:
+    """One count of 3e38 would make infinity of the products that FedProto adds up."""
+    for size, refused in ((0.9 * LARGEST, False), (1.1 * LARGEST, True), (3e38, True)):
+
+        def change(upload: State, download: State, size: float = size) -> State:
+            numbers = torch.zeros_like(upload[name])
+            numbers.view(-1)[0] = size
+            return {**upload, name: numbers}
+
+        loop, seen = run(METHODS[method](), tiny, change, since=1, train={"rounds": 3})
+        assert seen.status == "finished"
+        assert [list(record.failed) == [VICTIM] for record in seen.records] == [False, False, refused, refused]
+        assert all(tensor.isfinite().all() for tensor in loop.server.values())
+
+
+def test_a_counter_has_a_limit(tiny: Federation) -> None:
+    """The mean of whole numbers of 64 bits does not fit in 64 bits."""
+
+    def change(upload: State, download: State) -> State:
+        return {n: t if t.is_floating_point() else torch.full_like(t, 2**63 - 1) for n, t in upload.items()}
+
+    _, seen = run(fp.FedAvg(), tiny, change, model="lenet-bn", train={"rounds": 1})
+    assert "its buffers and scalars have length 1.6e+19: the limit is 1e+12" in seen.records[1].failed[VICTIM]
+
+
+def test_a_variance_of_nothing_gives_no_infinite_confidence(tiny: Federation) -> None:
+    """1 / 1e-320 is infinite, in double precision, too."""
+    change: Change = lambda upload, download: {**upload, "rho2": torch.tensor(1e-320, dtype=torch.float64)}  # noqa: E731
+    loop, seen = run(fp.PFedVEM(), tiny, change, train={"rounds": 2})
+    assert seen.status == "finished"
+    assert all(tensor.isfinite().all() for tensor in loop.server.values())
+
+
+def test_statistics_of_large_inputs_are_no_runaway_updates(tiny: Federation) -> None:
+    """Inputs of some thousand: the variances of batch norm move far more than a thousand times the weights' length."""
+    settings = {"data": {"normalize": {"mean": [0.0, 0.0, 0.0], "std": [1 / 2550] * 3}}, "model": "lenet-bn"}
+    loop, seen = run(fp.FedAvg(), tiny, None, since=9, train={"rounds": 2, "optimizer": {"lr": 0.01}}, **settings)
+    assert not any(record.failed for record in seen.records)
+    first = seen.snapshots[0].server
+    assert float(length({n: t - first[n] for n, t in loop.server.items()})) > FAR * float(length(first))
+
+
+def test_what_a_client_sends_is_quoted_in_one_short_line(tiny: Federation) -> None:
+    change: Change = lambda upload, download: {**upload, "\x1b[31m" + "w" * 10**6: torch.ones(1)}  # noqa: E731
+    _, seen = run(fp.FedAvg(), tiny, change, train={"rounds": 1})
+    reason = seen.records[1].failed[VICTIM]
+    assert len(reason) < 320
+    assert reason.startswith("its upload is not what the method declares: \\x1b[31mwww")
 
 
 def test_all_that_run_away_is_diverged(tiny: Federation) -> None:
@@ -146,10 +202,14 @@ def test_limits_by_hand() -> None:
 
 
 def test_lengths_by_hand() -> None:
-    """(3, 4) from (0, 0) and 12 from nothing are 13 together; scalars and counters are not measured."""
-    upload = {"a": torch.tensor([4.0, 5.0]), "b": torch.tensor([12.0]), "s": torch.tensor(9.0), "n": torch.tensor(9)}
-    kinds = {"a": "weights", "b": "prototype", "s": "scalar", "n": "buffers"}
-    assert update_length(upload, {"a": torch.tensor([1.0, 1.0])}, kinds).item() == pytest.approx(13)
+    """(3, 4) from (0, 0) and 12 from nothing are 13 together; a scalar's 2, a counter's 3 and statistics' 6 are 7."""
+    upload = {"a": torch.tensor([4.0, 5.0]), "b": torch.tensor([12.0]), "s": torch.tensor(2.0), "n": torch.tensor(3)}
+    upload["m"] = torch.tensor([0.0, -6.0])
+    kinds = {"a": "weights", "b": "prototype", "s": "scalar", "n": "buffers", "m": "buffers"}
+    origin = {"a": torch.tensor([1.0, 1.0]), "m": torch.tensor([5.0, 5.0])}
+    assert update_length(upload, origin, kinds).item() == pytest.approx(13)
+    assert rest_length(upload, kinds).item() == pytest.approx(7)
+    assert rest_length({"a": upload["a"]}, kinds).item() == 0
     assert length({}).item() == 0
     assert length({"e": torch.empty(0), "n": torch.tensor(5)}).item() == 0
     mixed = {"a": torch.tensor([3.0]), "b": torch.tensor([4.0], dtype=torch.float64), "c": torch.zeros(1).bfloat16()}
@@ -265,6 +325,12 @@ def with_leaf(change: Callable[[torch.Tensor], Any]) -> Change:
     return lambda upload, download: {**upload, LEAF: change(upload[LEAF])}
 
 
+IN_BETA = pytest.mark.filterwarnings(
+    "ignore:Sparse CSR tensor support is in beta state",
+    "ignore:torch.quantize_per_tensor",
+    "ignore:The PyTorch API of nested",
+)
+
 WRONG: dict[str, tuple[Change, str]] = {
     "nothing": (lambda upload, download: None, "its upload is None, not a dict of tensors"),
     "a list": (lambda upload, download: list(upload.values()), "its upload is a list, not a dict of tensors"),
@@ -274,13 +340,24 @@ WRONG: dict[str, tuple[Change, str]] = {
     "a number": (with_leaf(lambda t: 3.0), f"'{LEAF}' in its upload is a float, not a tensor"),
     "an array": (with_leaf(lambda t: t.detach().numpy()), f"'{LEAF}' in its upload is a ndarray, not a tensor"),
     "a nested dict": (with_leaf(lambda t: {"w": t}), f"'{LEAF}' in its upload is a dict, not a tensor"),
-    "a key that is no name": (lambda upload, download: {**upload, 3: upload[LEAF]}, "3 in its upload is a "),
-    "sparse": (with_leaf(lambda t: t.detach().to_sparse()), f"'{LEAF}' in its upload is sparse or packed"),
-    "compressed rows": (with_leaf(lambda t: t.detach().to_sparse_csr()), f"'{LEAF}' in its upload is sparse or packed"),
+    "a key that is no name": (
+        lambda upload, download: {**upload, 3: upload[LEAF]},
+        "3 in its upload is a int, not the name of a leaf",
+    ),
+    "sparse": (with_leaf(lambda t: t.detach().to_sparse()), f"'{LEAF}' in its upload is sparse, nested or packed"),
+    "compressed rows": (
+        with_leaf(lambda t: t.detach().to_sparse_csr()),
+        f"'{LEAF}' in its upload is sparse, nested or packed",
+    ),
     "quantised": (
         with_leaf(lambda t: torch.quantize_per_tensor(t.detach(), 0.1, 0, torch.qint8)),
-        f"'{LEAF}' in its upload is sparse or packed",
+        f"'{LEAF}' in its upload is sparse, nested or packed",
     ),
+    "nested": (
+        with_leaf(lambda t: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])),
+        f"'{LEAF}' in its upload is sparse, nested or packed",
+    ),
+    "8 bits": (with_leaf(lambda t: t.detach().to(torch.float8_e5m2)), f"{LEAF} in its upload is torch.float8_e5m2 of"),
     "meta": (with_leaf(lambda t: t.detach().to("meta")), f"'{LEAF}' in its upload has no values (device meta)"),
     "double": (with_leaf(lambda t: t.detach().double()), f"{LEAF} in its upload is torch.float64 of shape"),
     "half": (with_leaf(lambda t: t.detach().half()), f"{LEAF} in its upload is torch.float16 of shape"),
@@ -303,7 +380,7 @@ def assert_refused(seen: Collect, reason: str) -> None:
     assert not same(seen.snapshots[0].server, seen.snapshots[-1].server)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state", "ignore:torch.quantize_per_tensor")
+@IN_BETA
 @pytest.mark.parametrize("what", WRONG)
 def test_what_is_no_upload_is_refused_whoever_sends_it(what: str, tiny: Federation) -> None:
     """An engine, for instance one whose clients are far machines."""
@@ -324,7 +401,7 @@ class Odd(fp.FedAvg):
         return WRONG[self.what][0](upload, ctx.download) if ctx.client_id == VICTIM else upload  # type: ignore[no-any-return]
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state", "ignore:torch.quantize_per_tensor")
+@IN_BETA
 @pytest.mark.parametrize("transforms", [(), ("clip_norm",), ("clip_norm", "quantize")], ids=len)
 @pytest.mark.parametrize("engine", [InProcess, CudaGraphs])
 @pytest.mark.parametrize("what", WRONG)

@@ -291,6 +291,8 @@ def test_uploads_are_accepted_or_refused_by_hand() -> None:
     assert accepted(good, 0.5) == found
     assert accepted(good, 0.49) == far
     assert accepted(good, 0.49, checked=Checked(good, 0.5)) == far
+    rest = Failure("its buffers and scalars have length 2e+12: the limit is 1e+12", non_finite=True)
+    assert accepted({**good, "n": torch.tensor(2 * 10**12)}) == accepted(good, checked=Checked(good, 0.5, 2e12)) == rest
 
 
 @dataclass(frozen=True)

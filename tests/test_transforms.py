@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ from fedprism.engines.inprocess import InProcess
 from fedprism.engines.numerics import numerics
 from fedprism.engines.processes.handle import Pool
 from fedprism.errors import ConfigError
-from fedprism.explain import Traffic, traffic
+from fedprism.explain import Traffic, changes, traffic
 from fedprism.federation import Federation
 from fedprism.methods import METHODS
 from fedprism.methods.base import Context, Method, State, UploadKind
@@ -248,8 +248,21 @@ def test_rounding_is_right_on_average_for_short_numbers_too(dtype: torch.dtype) 
     """Numbers near the top, where noise below 1 is less than 16 bits can add to them."""
     u = torch.cat([torch.tensor([127.0]), torch.linspace(90, 126, 511)]).to(dtype)
     quantize, draw = Quantize(), torch.Generator().manual_seed(0)
-    found = torch.stack([quantize.rounded(u, draw)[0].double() for _ in range(200)]).mean(0)
+    drawn = [quantize.rounded(u, draw) for _ in range(200)]
+    found = torch.stack([codes.double() * scales.double() for codes, scales in drawn]).mean(0)
     assert abs(float((found - u.double()).mean())) < 5 * 0.5 / math.sqrt(200 * 512)
+    assert abs(float(found[0]) - 127) < 5 * 0.5 / math.sqrt(200), "the largest number, too"
+
+
+@pytest.mark.parametrize("size", [6e-8, 1e-5, 65504.0])
+def test_the_smallest_and_the_largest_numbers_of_16_bits_come_back(size: float) -> None:
+    """A scale of 16 bits is the next one above, not the nearest: 6e-8 / 127 would be nothing."""
+    u = torch.full((512,), size, dtype=torch.float16)
+    quantize, draw = Quantize(), torch.Generator().manual_seed(0)
+    found = torch.stack([quantize.values(*quantize.rounded(u, draw)) for _ in range(50)])
+    assert found.dtype == torch.float16
+    assert found.isfinite().all()
+    assert float(found.double().mean()) == pytest.approx(float(u[0]), rel=0.02)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1,), (3, 5), (600,)])
@@ -591,8 +604,53 @@ def test_what_a_transform_writes_into_its_input_is_checked_too(unequal: Federati
     assert all("far from what is usual" in reason for reason in seen.records[1].failed.values())
     assert same(loop.server, first)
     spoils = config_of(model=MLP, transforms=[{"name": f"{__name__}:InPlace", "tensors": True}])
-    with pytest.raises(ConfigError, match="inplace changes tensors of a client's upload in place; make new ones"):
+    with pytest.raises(ConfigError, match="inplace changes tensors of an upload or of its download in place"):
         loop_for(fp.FedAvg(), spoils, unequal).run([])
+
+
+@dataclass(frozen=True)
+class WritesInto(Transform):
+    """Changes tensors that somebody else holds."""
+
+    where: Literal["client", "server"] = "client"
+    what: Literal["upload", "origin"] = "upload"
+
+    def spoil(self, state: State, context: UploadContext) -> State:
+        held = context.origin if self.what == "origin" else state
+        next(t for t in held.values() if t.is_floating_point()).mul_(2)
+        return state
+
+    def client(self, upload: State, context: UploadContext) -> State:
+        return self.spoil(upload, context) if self.where == "client" else upload
+
+    def server(self, sent: State, context: UploadContext) -> State:
+        return self.spoil(sent, context) if self.where == "server" else sent
+
+
+@pytest.mark.parametrize("what", ["upload", "origin"])
+@pytest.mark.parametrize("where", ["client", "server"])
+def test_no_half_may_change_what_somebody_else_holds(where: str, what: str, unequal: Federation) -> None:
+    """An upload shares memory with the client's state in one process, and with nothing where it has come from far."""
+    spoils = {"name": f"{__name__}:WritesInto", "where": where, "what": what}
+    with pytest.raises(ConfigError, match="writesinto changes tensors of an upload or of its download in place"):
+        loop_for(fp.FedAvg(), config_of(model=MLP, transforms=[spoils]), unequal).run([])
+
+
+@dataclass(frozen=True)
+class Inferred(Transform):
+    """Makes tensors that do not count their changes."""
+
+    def client(self, upload: State, context: UploadContext) -> State:
+        with torch.inference_mode():
+            return {n: t * 1 for n, t in upload.items()}
+
+
+def test_tensors_of_inference_may_be_sent(unequal: Federation) -> None:
+    transforms = [f"{__name__}:Inferred", "clip_norm", f"{__name__}:Inferred"]
+    loop, seen = run(fp.FedAvg(), config_of(model=MLP, transforms=transforms), unequal)
+    same_without, _ = run(fp.FedAvg(), config_of(model=MLP, transforms=["clip_norm"]), unequal)
+    assert not any(record.failed for record in seen.records)
+    assert same(loop.server, same_without.server)
 
 
 @dataclass(frozen=True)
@@ -665,6 +723,11 @@ def update_by_hand(method: str, upload: State, download: State) -> State:
     return {n: t if n.startswith("c.") else t - download[n.removeprefix("model/")] for n, t in upload.items()}
 
 
+def length_by_hand(updates: State) -> float:
+    """Without control variates, which are buffers."""
+    return math.sqrt(sum(float(u.double().square().sum()) for n, u in updates.items() if not n.startswith("c.")))
+
+
 @pytest.mark.parametrize("method", ["scaffold", "fedamp", "fedkd"])
 def test_updates_are_what_a_method_says_they_are_of(method: str, unequal: Federation) -> None:
     """Rounded by less than the largest number of each update, over 127; measured likewise, by client and server."""
@@ -678,7 +741,7 @@ def test_updates_are_what_a_method_says_they_are_of(method: str, unequal: Federa
             wrong = (way["arrived"][name] - way["upload"][name]).abs().max()
             assert wrong <= float(update.abs().max()) / 127 * 1.01 + 1e-7, name
         arrived = update_by_hand(method, way["arrived"], way["download"])
-        lengths += [math.sqrt(sum(float(u.double().square().sum()) for u in arrived.values()))] if round == 2 else []
+        lengths += [length_by_hand(arrived)] if round == 2 else []
     WAYS.clear()
     assert loop.usual_length == pytest.approx(sorted(lengths)[1], rel=1e-5)  # of three clients
 
@@ -700,7 +763,7 @@ def test_a_client_measures_the_update_that_its_method_says(method: str, unequal:
     assert loop.run([]) == "finished"
     assert len(spy) == 9
     for length, updates in spy.values():
-        assert length == pytest.approx(math.sqrt(sum(float(u.double().square().sum()) for u in updates.values())))
+        assert length == pytest.approx(length_by_hand(updates))
 
 
 @dataclass(frozen=True)
@@ -955,6 +1018,31 @@ def test_explain_counts_the_bytes_of_a_real_round(unequal: Federation) -> None:
     assert counted.first == counted.last == Traffic(record.down["plain"], record.up["plain"])
     assert plain.first.down == counted.first.down
     assert 3.8 < plain.first.up / counted.first.up < 4
+
+
+@dataclass(frozen=True)
+class Moved(Transform):
+    """Only the numbers that have moved: how many depends on what was learnt."""
+
+    packs = True
+
+    def client(self, upload: State, context: UploadContext) -> State:
+        update = context.update(context.chosen(upload, self.kinds))
+        rest = {n: t for n, t in upload.items() if n not in update}
+        return {**rest, **{f"{n}:moved": u[u != 0] for n, u in update.items()}}
+
+    def server(self, sent: State, context: UploadContext) -> State:
+        return {**context.origin, **{n: t for n, t in sent.items() if ":moved" not in n}}
+
+
+def test_explain_trains_where_ones_own_transform_counts() -> None:
+    """Without training no number moves, and nothing would be sent."""
+    transforms = structure({"transforms": [f"{__name__}:Moved"]}, Config).transforms
+    model = structure(MLP, ModelConfig, "model")
+    (counted,) = traffic(fp.FedAvg(), model, 3, 16, 2, transforms)
+    assert counted.first.up > 0.5 * counted.first.down
+    assert "its size may depend on what was learnt" in changes(transforms)["bytes"]
+    assert "bytes" not in changes(structure({"transforms": ["quantize"]}, Config).transforms)
 
 
 @pytest.mark.parametrize(

@@ -192,6 +192,7 @@ def explain(
     with user_errors(), loading():
         from fedprism.explain import REQUIRED, changes, data_in_words, decided, facts_of, settings_of, traffic
         from fedprism.methods import find, make
+        from fedprism.transforms import make_transforms
 
         cls = find(method)
         known = settings_of(cls)
@@ -223,16 +224,19 @@ def explain(
         facts.add_row(name, Text(value))
     out.print(facts)
     out.print()
-    if known:
+    if not known:
+        out.print(f"{cls.id or method} has no settings of its own.")
+    rows = [("method", *setting) for setting in known]
+    for place, transform in enumerate(make_transforms(config.transforms)):
+        rows += [(f"transforms[{place}]", *setting) for setting in settings_of(type(transform))]
+    if rows:
         table = RichTable(box=None, pad_edge=False, header_style="bold")
         table.add_column("setting", no_wrap=True)
         for column in ("default", "values", "meaning"):
             table.add_column(column)
-        for name, default, values, doc in known:
-            table.add_row(f"method.{name}", Text(json.dumps(default, default=str)), Text(values), Text(doc))
+        for of, name, default, values, doc in rows:
+            table.add_row(Text(f"{of}.{name}"), Text(json.dumps(default, default=str)), Text(values), Text(doc))
         out.print(table)
-    else:
-        out.print("It has no settings of its own.")
     out.print()
     _print_traffic(counted, data_in_words(models, classes, image_size), rounds)
 

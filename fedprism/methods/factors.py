@@ -103,7 +103,7 @@ class Updates(Method):
         return factored(state, self.energy(ctx.replace(round=since)))
 
     def decode(self, state: State, ctx: Context) -> State:
-        # The server knows the shapes of what it has sent: nobody makes it multiply out something larger.
+        # Both ends know the shapes of what was sent: nobody makes the server multiply out something larger.
         return multiplied(state, {UPDATE + n.removeprefix(UPDATE): t.shape for n, t in ctx.download.items()})
 
 
@@ -130,14 +130,15 @@ def factored(state: State, energy: float) -> State:
 
 
 @torch.no_grad()
-def multiplied(state: State, shapes: Mapping[str, torch.Size] | None = None) -> State:
-    """The inverse of `factored`, except for the truncation. A leaf in `shapes` must have that shape."""
+def multiplied(state: State, shapes: Mapping[str, torch.Size]) -> State:
+    """The inverse of `factored`, except for the truncation. `shapes`: all that may be made; empty if nobody knows."""
     whole = {name: tensor for name, tensor in state.items() if MARK not in name}
     for name in dict.fromkeys(name.rpartition(MARK)[0] for name in state if MARK in name):
         u, s, v = (state[f"{name}{MARK}{part}"] for part in "USV")
         shape = torch.Size((*u.shape[:1], *v.shape[1:]))
-        if (shapes or {}).get(name, shape) != shape:
-            raise FedprismError(f"the factors of {name} make {tuple(shape)}, expected {tuple((shapes or {})[name])}")
+        if shapes and shapes.get(name) != shape:
+            expected = tuple(shapes[name]) if name in shapes else "no such leaf"
+            raise FedprismError(f"the factors of {name!r} make {tuple(shape)}, expected {expected}")
         whole[name] = torch.tensordot(u.double() * s, v.double(), 1).to(u.dtype)  # not in TF32
     return whole
 

@@ -102,7 +102,8 @@ class PFedVEM(Method):
 
     def aggregate(self, server: State, uploads: Sequence[Upload], ctx: Context) -> State:
         known = torch.stack([u.state["rho2"] for u in uploads]).tolist()
-        sure = [1 / rho2 if rho2 > 0 else 0.0 for rho2 in known]  # an invalid variance gets no weight
+        tiny = torch.finfo(torch.float32).tiny
+        sure = [1 / rho2 if rho2 >= tiny else 0.0 for rho2 in known]  # an invalid variance gets no weight
         rest = [replace(u, state={name: u.state[name] for name in server}) for u in uploads]
         after = {**super().aggregate(server, rest, ctx), "common": server["common"]}
         if not any(sure):

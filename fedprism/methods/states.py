@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from torch.nn.functional import kl_div
 from fedprism.errors import FedprismError
 from fedprism.methods.leaves import tensors
 
+UPDATES = ("weights", "prototype", "factors")  # the kinds of leaves whose update is measured
+
+K = TypeVar("K")
 State = dict[str, Tensor]
 Net = Any  # an nn.Module whose parts are reached by name, which torch's own types cannot follow
 
@@ -123,10 +126,12 @@ def malformed(upload: object) -> str | None:
     if not isinstance(upload, Mapping):
         return f"its upload is {called(upload)}, not a dict of tensors"
     for name, tensor in upload.items():
-        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+        if not isinstance(name, str):
+            return f"{name!r} in its upload is {called(name)}, not the name of a leaf"
+        if not isinstance(tensor, Tensor):
             return f"{name!r} in its upload is {called(tensor)}, not a tensor"
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-            what = "has no values (device meta)" if tensor.is_meta else "is sparse or packed"
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
+            what = "has no values (device meta)" if tensor.is_meta else "is sparse, nested or packed"
             return f"{name!r} in its upload {what}; expected a dense tensor"
     return None
 
@@ -143,23 +148,44 @@ def update_of(upload: Mapping[str, Tensor], origin: Mapping[str, Tensor]) -> Sta
     return {**upload, **dict(zip(names, moved, strict=True))}
 
 
+def added_to(origin: Mapping[str, Tensor], update: Mapping[str, Tensor]) -> State:
+    """The inverse of `update_of`."""
+    return {n: origin[n] + u if n in origin and origin[n].shape == u.shape else u for n, u in update.items()}
+
+
 @torch.no_grad()
-def length(state: Mapping[str, Tensor]) -> Tensor:
+def length(state: Mapping[K, Tensor]) -> Tensor:
     """The Euclidean length of all floating leaves together, not read yet; infinite where a square overflows."""
-    floats = [tensor.detach() for tensor in state.values() if tensor.is_floating_point() and tensor.numel()]
+    floats = [tensor.detach() for tensor in measurable(state).values()]
     if not floats:
         return torch.zeros((), dtype=torch.float64)
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(floats)).double())
 
 
-def measured(upload: Mapping[str, Tensor], kinds: Mapping[str, str]) -> State:
-    """The leaves of an upload that its length is taken of: floating ones that are no scalars."""
-    return {n: t for n, t in upload.items() if t.is_floating_point() and kinds.get(n) != "scalar"}
+def measurable(state: Mapping[K, Tensor], empty: bool = False) -> dict[K, Tensor]:
+    """The floating leaves, without empty ones unless asked for, and without floats of 8 bits, which PyTorch cannot
+    calculate with."""
+    floats = {n: t for n, t in state.items() if t.is_floating_point() and t.element_size() > 1}
+    return floats if empty else {n: t for n, t in floats.items() if t.numel()}
 
 
 def update_length(upload: Mapping[str, Tensor], origin: Mapping[str, Tensor], kinds: Mapping[str, str]) -> Tensor:
-    """The length of the update that an upload makes, all measured leaves as one vector; not read yet."""
-    return length(update_of(measured(upload, kinds), origin))
+    """The length of the update that an upload makes: its weights, prototypes and factors as one vector; not read yet.
+
+    Without its buffers: statistics of batch norm grow with the square of what they see, and would hide long updates of
+    weights.
+    """
+    measured = {n: t for n, t in measurable(upload).items() if kinds.get(n) in UPDATES}
+    return length(update_of(measured, origin))
+
+
+def rest_length(upload: Mapping[str, Tensor], kinds: Mapping[str, str]) -> Tensor:
+    """The length of an upload's buffers and scalars, as they are, counters too, as one vector; not read yet."""
+    rest = [tensor for name, tensor in upload.items() if kinds.get(name) not in UPDATES]
+    counters = [tensor.flatten() for tensor in rest if not tensor.is_floating_point() and not tensor.is_complex()]
+    if counters:
+        rest.append(torch.cat(counters).double())
+    return length(dict(enumerate(rest)))
 
 
 def inherit(model: Net, personal: State) -> None:

@@ -22,7 +22,7 @@ from fedprism.errors import ConfigError, FedprismError, some
 from fedprism.federation import ClientData, Split
 from fedprism.methods.base import Client, Context, Draw, Info, Method, Net, Output, Pass, State, UploadKind, load
 from fedprism.methods.leaves import everything, seal, tensors, travelling
-from fedprism.methods.states import copy_of, fill_nan, malformed, not_finite, update_length
+from fedprism.methods.states import copy_of, fill_nan, malformed, not_finite, rest_length, update_length
 from fedprism.models import architectures
 from fedprism.round.engine import Checked, ClientScores, Failure, Result
 from fedprism.round.evaluation import Evaluation, Tally, score_split
@@ -157,6 +157,7 @@ class Departure:
     upload: State
     kinds: Mapping[str, UploadKind]  # of the upload, as declared
     length: Tensor  # of the update that the upload makes
+    rest: Tensor  # the length of the rest of it
     log_sums: State
     log_counts: dict[str, int]
     tallies: Tallies
@@ -170,11 +171,11 @@ def depart(client: Client, job: Job, ctx: Context, score: ScoreSplit = score_spl
         upload, kinds = method.upload(client, ctx), method.uploads(client.model, ctx)
         wrong = malformed(upload)
         upload = {} if wrong else _copy_upload(client.model, state, upload)
-        length = update_length(upload, method.origin(ctx), kinds)
+        length, rest = update_length(upload, method.origin(ctx), kinds), rest_length(upload, kinds)
     sums = copy_of({name: client.log_sums[name] for name in client.log_counts})
     tested = "trained" in job.config.evaluate.moments and due(job.config, job.round + 1)
     tallies = {"trained": tally(client, job, "trained", score)} if tested else {}
-    return Departure(job, ctx, state, upload, kinds, length, sums, dict(client.log_counts), tallies, wrong)
+    return Departure(job, ctx, state, upload, kinds, length, rest, sums, dict(client.log_counts), tallies, wrong)
 
 
 def finish(left: Departure, bad: str | None) -> Result | Failure:
@@ -190,7 +191,7 @@ def finish(left: Departure, bad: str | None) -> Result | Failure:
         return Failure(f"{bad} is not finite after the transforms", non_finite=True)
     with torch.no_grad():
         sent = left.job.method.encode(changed, left.ctx)
-    checked = Checked(left.upload, float(left.length)) if sent is left.upload else None
+    checked = Checked(left.upload, float(left.length), float(left.rest)) if sent is left.upload else None
     return Result(left.state, sent, {**done, **logs}, read_scores(left.tallies), checked)
 
 

@@ -39,6 +39,7 @@ class Checked:
 
     upload: State
     length: float  # of the update that it makes (`update_length`)
+    rest: float = 0.0  # of what is no update (`rest_length`)
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,21 @@ class Result:
 class Failure:
     """Why a client gave nothing back this round."""
 
-    reason: str
+    reason: str  # in one short line that can be printed: it may quote what the client has sent
     non_finite: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", printable(self.reason))
+
+
+def printable(text: str, most: int = 300) -> str:
+    r"""A text without control characters, cut where it is too long.
+
+    >>> printable("fc1\x1b[31m is not finite"), printable("w" * 999, most=5)
+    ('fc1\\x1b[31m is not finite', 'wwwww...')
+    """
+    cut = text if len(text) <= most else text[:most] + "..."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
 
 
 class Engine:

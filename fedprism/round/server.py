@@ -9,18 +9,20 @@ import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from fedprism.aggregators import AcceptedUpload, Aggregator
 from fedprism.errors import FedprismError, some
 from fedprism.methods.base import Context, Mean, Method, State, Upload, UploadKind
-from fedprism.methods.states import WeightedSum, called, length, malformed, not_finite, update_length
+from fedprism.methods.states import WeightedSum, called, length, malformed, not_finite, rest_length, update_length
 from fedprism.round.engine import Checked, Failure, Result
-from fedprism.transforms.base import Transform, UploadContext, from_wire
+from fedprism.transforms.base import ChangedInPlace, Transform, UploadContext, from_wire
 
 FAR = 1000.0  # times the usual length: an update that is longer is refused
 UNKNOWN = 1e6  # root mean square of an upload, where the server holds nothing but zeros to compare it with
+LARGEST = 1e12  # length of what is no update: the buffers and scalars of an upload
 # What a leaf may hold that the server has no type for.
 NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16)
 
@@ -35,14 +37,14 @@ def accept(
     limit: float,
 ) -> Checked | Failure:
     """A client's upload, decoded, or why it is refused: it cannot be decoded, is not what the method declares, has a
-    wrong type or shape, is not finite, or is an update that is longer than `limit`. `ctx` is that client's."""
+    wrong type or shape, is not finite or far too large, or is an update longer than `limit`. `ctx` is that client's."""
     try:
         wrong = malformed(result.upload)
         upload = result.upload if wrong else method.decode(result.upload, ctx)
         if transforms and not wrong:
             upload = from_wire(transforms, upload, UploadContext(ctx, kinds, method.origin(ctx)))
         wrong = wrong or malformed(upload) or _other_than_declared(upload, kinds, server)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, ChangedInPlace):
         raise
     except Exception as error:  # noqa: BLE001 - whatever decoding makes of what somebody else has sent
         words = str(error).partition("\n")[0][:200]
@@ -54,7 +56,11 @@ def accept(
         bad = not_finite(upload)
         if bad is not None:
             return Failure(f"{bad} in its upload is not finite", non_finite=True)
-        found = Checked(upload, float(update_length(upload, method.origin(ctx), kinds)))
+        length, rest = update_length(upload, method.origin(ctx), kinds), rest_length(upload, kinds)
+        found = Checked(upload, float(length), float(rest))
+    if found.rest > LARGEST:
+        reason = f"its buffers and scalars have length {found.rest:.3g}: the limit is {LARGEST:.3g}"
+        return Failure(reason, non_finite=True)
     if found.length > limit:
         reason = f"its update has length {found.length:.3g}, far from what is usual: the limit is {limit:.3g}"
         return Failure(reason, non_finite=True)
@@ -199,16 +205,18 @@ class RoundUploads:
         if not names:
             return {}
         some = [replace(sent, state={name: sent.state[name] for name in names}) for sent in kept]
-        merged = self.aggregator.aggregate(some)
+        with torch.no_grad():
+            merged = self.aggregator.aggregate(some)
         wrong = _difference(merged, some[0].state)
         if wrong is not None:
             raise FedprismError(
-                f"server.aggregator {self.aggregator.id} must return names, types and shapes of the uploads: {wrong}."
+                f"server.aggregator {self.aggregator.id} must return names, types and shapes of the uploads, and "
+                f"finite numbers: {wrong}."
             )
         return merged
 
 
-def _difference(found: object, expected: State) -> str | None:
+def _difference(found: Any, expected: State) -> str | None:
     """How what an aggregator returned differs from an upload."""
     if not isinstance(found, Mapping):
         return f"it returned {called(found)}"
@@ -216,4 +224,5 @@ def _difference(found: object, expected: State) -> str | None:
         given, wanted = (_kind(each[name]) if name in each else "nothing" for each in (found, expected))
         if given != wanted:
             return f"of {name} it returned {given}, expected {wanted}"
-    return None
+    bad = not_finite(dict(found))
+    return None if bad is None else f"{bad} is not finite, though every upload is"

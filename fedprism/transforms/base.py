@@ -10,7 +10,8 @@ A transform is a frozen dataclass. Its fields are its settings; it remembers not
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from fedprism.config import setting
 from fedprism.errors import ConfigError
 from fedprism.methods.base import Context, State, UploadKind
-from fedprism.methods.states import malformed, update_of
+from fedprism.methods.states import added_to, malformed, measurable, update_of
 
 MARK = ":"  # between the name of a leaf and that of a part of it, for transforms that send a leaf in parts
 
@@ -38,7 +39,7 @@ class UploadContext:
 
     def chosen(self, state: Mapping[str, Tensor], kinds: Sequence[str]) -> State:
         """The floating leaves of these kinds."""
-        return {n: t for n, t in state.items() if self.kinds.get(n) in kinds and t.is_floating_point()}
+        return {n: t for n, t in measurable(state, empty=True).items() if self.kinds.get(n) in kinds}
 
     def update(self, chosen: State) -> State:
         """The update that these leaves make: upload minus origin."""
@@ -46,7 +47,7 @@ class UploadContext:
 
     def add_origin(self, update: State) -> State:
         """The inverse of `update`."""
-        return {n: self.origin[n] + t if self.known(n, t.shape) else t for n, t in update.items()}
+        return added_to(self.origin, update)
 
     def known(self, name: str, shape: Sequence[int]) -> bool:
         """Is a leaf of this shape an update of a leaf that both ends have?"""
@@ -89,24 +90,37 @@ class Transform:
 def to_wire(transforms: Sequence[Transform], upload: State, context: UploadContext) -> State:
     """All client halves, in order; a new dict, if there are any. What they log is in `context.logs`."""
     for place, (transform, suffix) in enumerate(zip(transforms, suffixes(transforms), strict=True)):
-        given = list(upload.values())
-        before = [tensor._version for tensor in given]  # it counts changes in place
-        upload = transform.client(dict(upload), replace(context, place=place, suffix=suffix))
+        with _unchanged(transform, upload, context):
+            upload = transform.client(dict(upload), replace(context, place=place, suffix=suffix))
         wrong = malformed(upload)
         if wrong is not None:
             raise ConfigError(f"the transform {transform.id} makes a client's upload unusable: {wrong}.")
-        if [tensor._version for tensor in given] != before:
-            raise ConfigError(
-                f"the transform {transform.id} changes tensors of a client's upload in place; make new ones."
-            )
     return upload
 
 
 def from_wire(transforms: Sequence[Transform], sent: State, context: UploadContext) -> State:
     """All server halves, the last one first."""
     for place, transform in reversed(list(enumerate(transforms))):
-        sent = transform.server(sent, replace(context, place=place))
+        with _unchanged(transform, sent, context):
+            sent = transform.server(sent, replace(context, place=place))
     return sent
+
+
+class ChangedInPlace(ConfigError):
+    """A transform has changed a tensor that somebody else holds."""
+
+
+@contextmanager
+def _unchanged(transform: Transform, given: State, context: UploadContext) -> Iterator[None]:
+    """Refuse a transform that changes in place what it is given: the client's state, or the server's, would change."""
+    # Tensors count their changes, but those made in `torch.inference_mode()`, which nobody else holds.
+    held = [tensor for tensor in (*given.values(), *context.origin.values()) if not tensor.is_inference()]
+    before = [tensor._version for tensor in held]
+    yield
+    if [tensor._version for tensor in held] != before:
+        raise ChangedInPlace(
+            f"the transform {transform.id} changes tensors of an upload or of its download in place; make new ones."
+        )
 
 
 def suffixes(transforms: Sequence[Transform]) -> list[str]:

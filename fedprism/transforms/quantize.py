@@ -77,14 +77,23 @@ class Quantize(Transform):
         """Whole numbers from -levels to levels as int8 `[n]`, and a scale per bucket `[ceil(n / bucket)]`."""
         bucket, wide = self.bucket_of(len(u)), torch.promote_types(u.dtype, torch.float32)  # 16 bits round x + noise
         padded = torch.nn.functional.pad(u, (0, -len(u) % bucket)).view(-1, bucket)
-        scales = padded.abs().amax(1) / self.levels
-        x = torch.where(scales.unsqueeze(1) > 0, padded.to(wide) / scales.unsqueeze(1), 0).flatten()[: len(u)]
+        scales = padded.abs().amax(1).to(wide) / self.levels
+        if wide != u.dtype:  # 16 bits: the next scale above, with which the largest number still has a code
+            info = torch.finfo(u.dtype)
+            scales = torch.where(scales > 0, scales * (1 + info.eps) + info.tiny * info.eps, 0).to(u.dtype)
+        divisors = scales.to(wide).unsqueeze(1)
+        x = torch.where(divisors > 0, padded.to(wide) / divisors, 0).flatten()[: len(u)]
         noise = torch.rand(len(u), generator=generator, device=u.device, dtype=wide)
         return (x + noise).floor().clamp(-self.levels, self.levels).to(torch.int8), scales
 
     def values(self, codes: Tensor, scales: Tensor) -> Tensor:
         """The numbers `[n]` that codes stand for."""
-        return codes.to(scales.dtype) * scales.repeat_interleave(self.bucket_of(len(codes)))[: len(codes)]
+        wide = scales.to(torch.promote_types(scales.dtype, torch.float32))
+        products = codes.to(wide.dtype) * wide.repeat_interleave(self.bucket_of(len(codes)))[: len(codes)]
+        if wide.dtype == scales.dtype:
+            return products
+        limit = torch.finfo(scales.dtype).max
+        return products.clamp(-limit, limit).to(scales.dtype)
 
     def packed(self, codes: Tensor) -> Tensor:
         """Codes as they are sent: two of 4 bits in a byte."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedprism.engines.cuda.steps import SlotCapture, Steps
 from fedprism.methods.base import Context, Pass, State
+from fedprism.methods.states import measurable
 from fedprism.round.client import (
     Departure,
     Job,
@@ -76,11 +77,11 @@ def _train(slot: SlotCapture, job: Job, ctx: Context, passes: Sequence[Pass]) ->
 def read_rounds(departures: Mapping[str, Departure]) -> dict[str, Result | Failure]:
     """The results of many clients, with one wait for the device."""
     pending = PendingScalars()
-    floats = {c: _float_leaves({**left.state, **left.upload}) for c, left in departures.items()}
+    floats = {c: measurable({**left.state, **left.upload}) for c, left in departures.items()}
     probe = pending.add(finite_probe([tensor for leaves in floats.values() for tensor in leaves.values()]))
     logs = {c: {name: pending.add(t) for name, t in left.log_sums.items()} for c, left in departures.items()}
     tallies = {c: pending.add_tallies(left.tallies) for c, left in departures.items()}
-    lengths = {c: pending.add(left.length) for c, left in departures.items()}
+    lengths = {c: (pending.add(left.length), pending.add(left.rest)) for c, left in departures.items()}
     pending.fetch()
     probes, begin, results = pending[probe].tolist(), 0, {}
     for client_id, left in departures.items():
@@ -89,7 +90,8 @@ def read_rounds(departures: Mapping[str, Departure]) -> dict[str, Result | Failu
         bad = next((name for name, value in ends if not math.isfinite(value)), None)
         sums = {name: pending[place] for name, place in logs[client_id].items()}
         pending.read_tallies(left.tallies, tallies[client_id])
-        read = replace(left, log_sums=sums, length=pending[lengths[client_id]])
+        length, rest = (pending[place] for place in lengths[client_id])
+        read = replace(left, log_sums=sums, length=length, rest=rest)
         results[client_id], begin = finish(read, bad), end
     return results
 
@@ -142,11 +144,6 @@ class PendingScalars:
 
     def __getitem__(self, place: int) -> Tensor:
         return self.values[place]
-
-
-def _float_leaves(state: State) -> State:
-    """The leaves that can be something else than finite."""
-    return {name: tensor for name, tensor in state.items() if tensor.is_floating_point() and tensor.numel()}
 
 
 @torch.no_grad()

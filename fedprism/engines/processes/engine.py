@@ -34,7 +34,7 @@ from fedprism.errors import ConfigError, FedprismError
 from fedprism.federation import Federation
 from fedprism.methods.base import Info, Method, State
 from fedprism.models import Arch
-from fedprism.round.engine import Checked, ClientScores, Engine, Failure, Request, Result
+from fedprism.round.engine import ClientScores, Engine, Failure, Request, Result
 from fedprism.store.serialize import size
 
 KEPT_BYTES = 2**29  # bytes of clients' data that all workers together keep; what goes beyond is sent every time
@@ -188,7 +188,7 @@ def _joined(answer: Answer, states: list[State]) -> Any:
     """An answer with the states that came beside it."""
     if isinstance(answer.value, Result):
         (state, upload), checked = states, answer.value.checked
-        checked = None if checked is None else Checked(upload, checked.length)
+        checked = None if checked is None else replace(checked, upload=upload)
         return replace(answer.value, state=state, upload=upload, checked=checked)
     return states[0] if states else answer.value
 

@@ -30,7 +30,7 @@ from fedprism.methods import find
 from fedprism.methods.base import Client, Info, Method, State
 from fedprism.models import Arch
 from fedprism.round.client import Job, client_evaluate, client_receive, client_round, open_slot
-from fedprism.round.engine import Checked, Result
+from fedprism.round.engine import Result
 
 AHEAD = 2  # messages under way in each direction: one at work, one waiting
 PARENT_POLL = 0.5  # seconds between two checks that the parent still lives
@@ -138,7 +138,7 @@ class Worker:
             value = self.run(note, *states)
         seconds = time.perf_counter() - start
         if isinstance(value, Result):
-            checked = None if value.checked is None else Checked({}, value.checked.length)
+            checked = value.checked and replace(value.checked, upload={})
             value, states = replace(value, state={}, upload={}, checked=checked), [value.state, value.upload]
             return Answer(value, seconds), states
         return (Answer(None, seconds), [value]) if note.kind == "receive" else (Answer(value, seconds), [])
