@@ -16,10 +16,11 @@ from fedprism.data import agnews
 from fedprism.data.images import normalise
 from fedprism.data.pictures import DAMAGED, read_picture, reason
 from fedprism.engines.numerics import numerics
-from fedprism.errors import ConfigError, DataError, RecordError
+from fedprism.errors import ConfigError, DataError, FedprismError, RecordError, some
 from fedprism.federation import ClientData, Federation, Split, build_federation
 from fedprism.methods.base import Draw, Info, Method
 from fedprism.methods.base import load as load_state
+from fedprism.methods.leaves import tensors
 from fedprism.methods.server_optimizer import method_part
 from fedprism.records import RunDirectory, RunRecord
 from fedprism.round.client import Job, client_model, make_context, make_info
@@ -116,6 +117,12 @@ class ClientModel:
                 run = replace(config.run, precision="bf16" if config.run.precision == "bf16" else "fp32")  # on a CPU
                 with numerics(run, torch.device("cpu")):
                     state = client_model(job, state, download, adapted=True)
+        lost = tensors(module).keys() - state.keys()
+        if lost:
+            raise FedprismError(
+                f"{method.id} is tested as clients leave training, but {client_id!r} has not stored "
+                f"{some(sorted(lost))} of that model. Let `stored` name every leaf to have these models."
+            )
         load_state(module, state)
         return cls(client_id, method, module.eval(), config, info, class_names)
 

@@ -495,7 +495,7 @@ def test_failures_and_other_settings_are_noted_under_the_table(here: Path) -> No
 def test_the_examples_of_explain_work() -> None:
     text = call("explain", "--help").output
     examples = re.findall(r"^\s*fedprism (explain .*?)\s*$", text, flags=re.MULTILINE)
-    assert len(examples) == 5
+    assert len(examples) == 6
     for example in examples:
         result = call(*shlex.split(example), "--image-size", "16")
         assert result.exit_code == 0, (example, result.output)

@@ -23,8 +23,9 @@ from fedprism.engines.cuda.rounds import finite_probe
 from fedprism.engines.inprocess import InProcess
 from fedprism.errors import ConfigError
 from fedprism.federation import Federation, build_federation
-from fedprism.methods import METHODS, base, make
+from fedprism.methods import METHODS, make
 from fedprism.methods.base import Client, Context, Method, Pass
+from fedprism.methods.states import WeightedSum
 from fedprism.round.client import make_info
 from fedprism.round.events import RoundRecord
 from fedprism.round.loop import make_loop
@@ -167,21 +168,21 @@ def test_out_of_memory_halves_the_slots_and_goes_on(unequal: Federation, monkeyp
 
 @pytest.mark.slow
 def test_the_engine_releases_memory_for_the_server(unequal: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The aggregation needs memory that slots took: half of them go, and the bits stay the same."""
+    """The sum of uploads needs memory that slots took: half of them go, and the bits stay the same."""
     config = structure({**THREE_ROUNDS, "run": {"slots": 3}}, Config)
     one, seen = engine_run(InProcess, METHODS["fedbn"](), config, unequal)
-    plain, tried = base.average, list[Any]()
+    plain, tried = WeightedSum.reserve, list[Any]()
 
-    def average(*given: Any) -> Any:
+    def reserve(*given: Any) -> Any:
         tried.append(given)
         return out_of_memory() if len(tried) == 1 else plain(*given)
 
-    monkeypatch.setattr(base, "average", average)
+    monkeypatch.setattr(WeightedSum, "reserve", reserve)
     with pytest.warns(UserWarning, match="out of GPU memory: going on with 1 slots"):
         two, replayed = engine_run(CudaGraphs, METHODS["fedbn"](), config, unequal)
     assert same(one.server, two.server)
     assert records(seen) == records(replayed)
-    monkeypatch.setattr(base, "average", out_of_memory)
+    monkeypatch.setattr(WeightedSum, "reserve", out_of_memory)
     with pytest.raises(torch.OutOfMemoryError):  # an engine that has nothing to release
         engine_run(InProcess, METHODS["fedbn"](), config, unequal)
     with pytest.raises(ConfigError, match="does not hold one client"), pytest.warns(UserWarning, match="with 1 slots"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from fedprism.methods.fedproto import FedProto
 from fedprism.methods.fedprox import FedProx
 from fedprism.methods.lg_fedavg import LGFedAvg
 from fedprism.methods.local import Local
-from fedprism.methods.states import not_finite
+from fedprism.methods.states import not_finite, same_tensors
 from fedprism.round.client import make_info
 from fedprism.round.engine import Checked, Failure, Result
 from fedprism.round.loop import draw_cohort, drop_outs
@@ -272,7 +272,7 @@ def test_uploads_are_accepted_or_refused_by_hand() -> None:
     answers = {name: accepted(upload) for name, upload in given.items()}
     found = answers.pop("good")
     assert isinstance(found, Checked)
-    assert found.upload is good
+    assert same_tensors(found.upload, good)
     assert found.length == 0.5, "(1, 1) from (0.5, 1); the scalar is not measured"
     assert answers == {
         "infinite": Failure("n in its upload is not finite", non_finite=True),
@@ -284,7 +284,8 @@ def test_uploads_are_accepted_or_refused_by_hand() -> None:
     # What the client's own check has seen is not looked through again, but must still be of the declared kinds.
     nan, short = given["not a number"], given["short"]
     assert accepted(nan, checked=Checked(nan, 0.1)) == Checked(nan, 0.1)
-    assert accepted(nan, checked=Checked(dict(nan), 0.1)) == answers["not a number"]
+    copied = {name: tensor.clone() for name, tensor in nan.items()}
+    assert accepted(nan, checked=Checked(copied, 0.1)) == answers["not a number"]
     assert accepted(short, checked=Checked(short, 0.1)) == answers["short"]
     # An update that is longer than the limit is refused, whoever has measured it.
     far = Failure("its update has length 0.5, far from what is usual: the limit is 0.49", non_finite=True)
@@ -293,6 +294,49 @@ def test_uploads_are_accepted_or_refused_by_hand() -> None:
     assert accepted(good, 0.49, checked=Checked(good, 0.5)) == far
     rest = Failure("its buffers and scalars have length 2e+12: the limit is 1e+12", non_finite=True)
     assert accepted({**good, "n": torch.tensor(2 * 10**12)}) == accepted(good, checked=Checked(good, 0.5, 2e12)) == rest
+
+
+@dataclass(frozen=True)
+class Halves(Method):
+    """Sends uploads as numbers of 16 bits, which are too short for them: they become infinite."""
+
+    how: Literal["new", "dict", "tensors", "decode"] = "new"
+
+    def encode(self, state: State, ctx: Context) -> State:
+        if not ctx.download:
+            return state
+        if self.how == "tensors":
+            for tensor in state.values():
+                tensor.mul_(1e5)
+            return state
+        sent = state if self.how == "dict" else dict(state)
+        sent |= {n: (t * 1e7).half() for n, t in state.items() if t.is_floating_point()}
+        return sent
+
+    def decode(self, state: State, ctx: Context) -> State:
+        if not ctx.download:
+            return state
+        found = state if self.how == "dict" else dict(state)
+        if self.how == "decode":
+            next(t for t in state.values() if t.is_floating_point()).zero_()
+        found |= {n: t.float() / 1e7 for n, t in state.items() if t.dtype == torch.float16}
+        return found
+
+
+@pytest.mark.parametrize("how", ["new", "dict"])
+def test_what_arrives_is_checked_and_not_what_was_sent(how: Any, three: Federation) -> None:
+    """Also where encoding writes into the dict that it is given, so that the client's own check was of another."""
+    loop, seen, status = run(Halves(how=how), config(), three)
+    assert status == "diverged"
+    assert all("in its upload is not finite" in reason for reason in seen.records[1].failed.values())
+    assert all(tensor.isfinite().all() for tensor in loop.server.values())
+
+
+@pytest.mark.parametrize(("how", "hook"), [("tensors", "encode"), ("decode", "decode")])
+def test_tensors_are_not_encoded_in_place(how: Any, hook: str, three: Federation) -> None:
+    """A client's state may lie in the same memory."""
+    with pytest.raises(FedprismError, match=f"halves.{hook} changes tensors of an upload or of its download in place"):
+        run(Halves(how=how), config(), three)
 
 
 @dataclass(frozen=True)

@@ -244,7 +244,7 @@ def test_generators_are_keyed_by_round_client_and_purpose() -> None:
 
 
 def test_the_server_has_no_data() -> None:
-    with pytest.raises(FedprismError, match="on the server, which has no data"):
+    with pytest.raises(FedprismError, match="on the server, or in `stored`"):
         _ = context_of().local
 
 

@@ -149,6 +149,21 @@ def test_clients_go_in_order_within_a_window_and_each_answers_once(unequal: Fede
     engine.close()
 
 
+def test_the_window_is_wide_where_uploads_are_small(unequal: Federation, spare: Pool) -> None:
+    """Two per worker, until it is known how large an answer is; then as many as give 64 MiB, at most 16 per worker."""
+    config, method = structure({"train": {"rounds": 1}}, Config), fp.FedAvg()
+    engine = Borrowed.of(spare, 2, method, config, unequal)
+    assert engine._window() == 4
+    for answer, window in ((1000, 32), (2**26 // 20, 20), (2**25, 4)):
+        engine.answer_size = answer
+        assert engine._window() == window
+    engine.answer_size = 0
+    loop = loop_for(method, config, unequal, engine)
+    dict(engine.train(0, loop.requests(unequal.names, loop.context(0))))
+    assert engine.answer_size == size(loop.server), "a client of FedAvg stores nothing"
+    engine.close()
+
+
 def test_a_queue_hands_out_the_largest_of_its_window() -> None:
     """Clients a to f, of whom c and e are the largest; a window of three."""
     cost = {"a": 2, "b": 1, "c": 5, "d": 3, "e": 9, "f": 4}

@@ -16,7 +16,7 @@ import fedprism as fp
 from fedprism import api
 from fedprism.config import Config, structure
 from fedprism.conformance.case import storing_everything
-from fedprism.errors import ConfigError
+from fedprism.errors import ConfigError, FedprismError
 from fedprism.federation import Federation
 from fedprism.methods import METHODS, leaves
 from fedprism.methods.base import Arch, Client, Context, Info, Method, Net, Pass, State, Upload, load
@@ -423,8 +423,54 @@ def test_a_moment_of_ones_own_keeps_the_trained_model() -> None:
     class Settings(METHODS["apfl"]):  # type: ignore[misc, name-defined]
         paper = "none"
 
-    assert Trained.stored is Method.stored
+    class Shares(METHODS["apfl"]):  # type: ignore[misc, name-defined]
+        def shared(self, model: Net, ctx: Context) -> Collection[str]:
+            return leaves.part(model, "common.head") if ctx.round % 2 else super().shared(model, ctx)
+
+    assert Trained.stored is Shares.stored is Method.stored
     assert Settings.stored is METHODS["apfl"].stored
+
+
+def test_what_a_parent_stores_is_not_enough_where_less_is_shared(tiny: Federation) -> None:
+    """A client finds its own layer in a round in which it is not sent one, where its parent relies on that."""
+
+    class Alternates(METHODS["lg-fedavg"]):  # type: ignore[misc, name-defined]
+        def shared(self, model: Net, ctx: Context) -> Collection[str]:
+            return leaves.part(model, "head") + (() if ctx.round % 2 else leaves.part(model, "body.fc1"))
+
+    settings = {"train": {"rounds": 5}, "clients": {"participation": 0.6}}
+    loop, seen = loop_for(Alternates(warmup=0), config_of(**settings), tiny), Collect()
+    assert loop.run([seen]) == "finished"
+    assert not any(record.failed for record in seen.records)
+
+
+def test_a_trained_model_that_is_not_stored_is_not_served(tmp_path: Path) -> None:
+    """Instead of its leaves those of the first model would answer."""
+
+    @dataclass(frozen=True)
+    class Tested(Method):
+        moment = "trained"
+
+        def shared(self, model: Net, ctx: Context) -> Collection[str]:
+            return leaves.part(model, "body")
+
+        def stored(self, model: Net, ctx: Context) -> Collection[str]:
+            return leaves.others(model, ctx.shared)
+
+    federation = fp.make_federation("digits-skew", clients=2, seed=0, samples=20)
+    run = fp.train(federation, Tested(), "mlp", rounds=1, out=tmp_path / "run")
+    with pytest.raises(FedprismError, match=r"tested is tested as clients leave .* has not stored body\.fc1\.bias"):
+        run.models["plain-1" if "plain-1" in federation.names else federation.names[0]]
+
+
+@pytest.mark.parametrize("state", ["memory", "disk"])
+def test_what_is_stored_does_not_depend_on_data(state: str, tiny: Federation) -> None:
+    class ByData(Method):
+        def stored(self, model: Net, ctx: Context) -> Collection[str]:
+            return leaves.everything(model) if len(ctx.local.train) > 20 else ()
+
+    with pytest.raises(FedprismError, match="where there is no data: on the server, or in `stored`"):
+        loop_for(ByData(), config_of(clients={"state": state}), tiny).run([])
 
 
 class LateHead(Method):

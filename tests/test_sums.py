@@ -23,6 +23,7 @@ from fedprism.engines import EngineFactory
 from fedprism.engines.cuda import engine as cuda_engine
 from fedprism.engines.cuda.engine import CudaGraphs
 from fedprism.engines.inprocess import InProcess
+from fedprism.engines.processes import engine as processes
 from fedprism.engines.processes.handle import Pool
 from fedprism.engines.queue import ClientQueue
 from fedprism.errors import FedprismError
@@ -97,6 +98,17 @@ def test_a_sum_is_the_average_of_all_at_once() -> None:
         total.add(state, 1 / 7)
     assert same(total.result(), average(states, [1 / 7] * 7))
     torch.testing.assert_close(total.result()["w"], torch.stack([s["w"] for s in states]).mean(0))
+
+
+def test_short_floats_are_added_up_in_longer_ones() -> None:
+    """5,000 times 1/5000 is 1; bfloat16 stops at 1/16, where the next number is too far away."""
+    for dtype in (torch.bfloat16, torch.float16):
+        total = WeightedSum()
+        for _ in range(5000):
+            total.add({"w": torch.ones(1, dtype=dtype), "c": torch.ones(1) * 1j}, 1 / 5000)
+        found = total.result()
+        assert (found["w"].item(), found["w"].dtype) == (1.0, dtype)
+        assert found["c"].item() == pytest.approx(1j, rel=1e-3), "numbers of two parts have a mean, too"
 
 
 # --- in client order -------------------------------------------------------------------------------------------------
@@ -245,14 +257,15 @@ def most_alive(method: Method, federation: Federation, workers: int = 0, spare: 
 
 
 def test_few_uploads_are_in_memory_at_a_time(thirty: Federation) -> None:
-    """One that is added, one that is there already; all thirty where the method needs them together."""
-    assert most_alive(fp.FedAvg(), thirty) <= 3
+    """The one that is added; all thirty where the method needs them together."""
+    assert most_alive(fp.FedAvg(), thirty) <= 2
     assert most_alive(AllAtOnce(), thirty) == 30
 
 
 @pytest.mark.skipif(os.name != "posix", reason="worker processes need Linux or macOS")
-def test_workers_answer_within_their_window(thirty: Federation, spare: Pool) -> None:
+def test_workers_answer_within_their_window(thirty: Federation, spare: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two workers with two clients each, and one answer that has just been read."""
+    monkeypatch.setattr(processes, "WAITING", 0)
     assert most_alive(fp.FedAvg(), thirty, 2, spare) <= 5
 
 

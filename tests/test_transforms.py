@@ -29,7 +29,7 @@ from fedprism.engines.cuda.engine import CudaGraphs
 from fedprism.engines.inprocess import InProcess
 from fedprism.engines.numerics import numerics
 from fedprism.engines.processes.handle import Pool
-from fedprism.errors import ConfigError
+from fedprism.errors import ConfigError, FedprismError
 from fedprism.explain import Traffic, changes, traffic
 from fedprism.federation import Federation
 from fedprism.methods import METHODS
@@ -604,7 +604,7 @@ def test_what_a_transform_writes_into_its_input_is_checked_too(unequal: Federati
     assert all("far from what is usual" in reason for reason in seen.records[1].failed.values())
     assert same(loop.server, first)
     spoils = config_of(model=MLP, transforms=[{"name": f"{__name__}:InPlace", "tensors": True}])
-    with pytest.raises(ConfigError, match="inplace changes tensors of an upload or of its download in place"):
+    with pytest.raises(FedprismError, match="inplace changes tensors of an upload or of its download in place"):
         loop_for(fp.FedAvg(), spoils, unequal).run([])
 
 
@@ -632,7 +632,7 @@ class WritesInto(Transform):
 def test_no_half_may_change_what_somebody_else_holds(where: str, what: str, unequal: Federation) -> None:
     """An upload shares memory with the client's state in one process, and with nothing where it has come from far."""
     spoils = {"name": f"{__name__}:WritesInto", "where": where, "what": what}
-    with pytest.raises(ConfigError, match="writesinto changes tensors of an upload or of its download in place"):
+    with pytest.raises(FedprismError, match="writesinto changes tensors of an upload or of its download in place"):
         loop_for(fp.FedAvg(), config_of(model=MLP, transforms=[spoils]), unequal).run([])
 
 

@@ -112,7 +112,7 @@ class Context:
     def local(self) -> ClientData:
         """This client's data."""
         if self.data is None:
-            raise FedprismError("`ctx.local` was asked for on the server, which has no data.")
+            raise FedprismError("`ctx.local` was asked for where there is no data: on the server, or in `stored`.")
         return self.data
 
     def split(self, name: str) -> Split:
@@ -296,8 +296,8 @@ class Method:
         if "id" not in cls.__dict__:  # a user's own method need not name itself
             cls.id = cls.__name__.lower()
         _check_hooks(cls)
-        # What a parent stores is right for the parent's own `send`, `receive` and `moment`.
-        if any(_defined(cls, hook) < _defined(cls, "stored") for hook in ("send", "receive", "moment")):
+        # What a parent stores is right for what the parent shares, sends and receives, and for when it is tested.
+        if any(_defined(cls, hook) < _defined(cls, "stored") for hook in ("shared", "send", "receive", "moment")):
             cls.stored = Method.stored  # type: ignore[method-assign]
 
     @property
@@ -330,7 +330,7 @@ class Method:
 
         Default: what is not shared, if `shared` does not look at the round and `receive` only loads what is sent; else
         everything, and so does a method that is tested after training: that model is its result. A class that replaces
-        its parent's `send`, `receive` or `moment` has this default again, unless it says otherwise.
+        its parent's `shared`, `send`, `receive` or `moment` has this default again, unless it says otherwise.
         """
         loads = type(self).send is Method.send and type(self).receive is Method.receive
         spares = loads and ctx.constant_shared and self.moment != "trained"

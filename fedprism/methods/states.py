@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -36,25 +37,25 @@ class WeightedSum:
 
     def __init__(self) -> None:
         self.types: dict[str, torch.dtype] = {}
-        self.totals: State = {}  # whole numbers are added up in double precision
+        self.totals: State = {}  # whole numbers are added up in double precision, floats of 16 bits in that of 32
 
     @torch.no_grad()
     def reserve(self, state: Mapping[str, Tensor]) -> None:
         """Take the memory for sums of such states: `add` needs next to none, so that it does not fail halfway."""
         if not self.types:
-            zeros = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-            self.totals = {name: zero if zero.is_floating_point() else zero.double() for name, zero in zeros.items()}
+            self.totals = {name: torch.zeros_like(t, dtype=summed(t.dtype)) for name, t in state.items()}
             self.types = {name: tensor.dtype for name, tensor in state.items()}
 
     @torch.no_grad()
     def add(self, state: Mapping[str, Tensor], weight: float) -> None:
         """Add a state, all leaves at once: on a GPU, one kernel instead of one per leaf."""
         self.reserve(state)
-        floats = [name for name, dtype in self.types.items() if dtype.is_floating_point]
-        if floats:
-            torch._foreach_add_([self.totals[n] for n in floats], [state[n] for n in floats], alpha=weight)
-        for name in self.types.keys() - set(floats):
-            self.totals[name].add_(state[name].double() * weight)
+        plain = [name for name, dtype in self.types.items() if dtype == summed(dtype)]
+        if plain:
+            torch._foreach_add_([self.totals[n] for n in plain], [state[n] for n in plain], alpha=weight)
+        for name in self.types.keys() - set(plain):
+            total = self.totals[name]
+            total.add_(state[name].to(total.dtype) * weight)
 
     @torch.no_grad()
     def result(self, scale: float = 1.0) -> State:
@@ -62,10 +63,18 @@ class WeightedSum:
         names, sums = list(self.totals), list(self.totals.values())
         if scale != 1 and sums:
             sums = list(torch._foreach_mul(sums, scale))
-        types = [self.types[name] for name in names]
-        return {
-            n: t if t.dtype == dtype else t.round().to(dtype) for n, t, dtype in zip(names, sums, types, strict=True)
-        }
+        found = dict(zip(names, sums, strict=True))
+        for name, dtype in self.types.items():
+            if dtype != found[name].dtype:
+                found[name] = (found[name] if dtype.is_floating_point else found[name].round()).to(dtype)
+        return found
+
+
+def summed(dtype: torch.dtype) -> torch.dtype:
+    """The type in which numbers of a type are added up."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    return torch.float64
 
 
 @torch.no_grad()
@@ -119,6 +128,27 @@ def not_finite(state: State) -> str | None:
     ends = [torch.stack(torch.aminmax(tensor)).double().div(2).sum() for tensor in wide]
     finite = torch.stack(ends).isfinite().tolist()
     return next((name for name, fine in zip(floats, finite, strict=True) if not fine), None)
+
+
+def same_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Do both hold the very same tensors, by the same names?"""
+    return one.keys() == other.keys() and all(one[name] is other[name] for name in one)
+
+
+class ChangedInPlace(FedprismError):
+    """Somebody has changed a tensor that somebody else holds."""
+
+
+@contextmanager
+def unchanged(who: str, *states: Mapping[str, Tensor]) -> Iterator[None]:
+    """Refuse to go on where these tensors of an upload were changed in place: a client's state, or the server's, may
+    lie in the same memory."""
+    # Tensors count their changes, but for those made in `torch.inference_mode()`, which nobody else holds.
+    held = [tensor for state in states for tensor in state.values() if not tensor.is_inference()]
+    before = [tensor._version for tensor in held]
+    yield
+    if [tensor._version for tensor in held] != before:
+        raise ChangedInPlace(f"{who} changes tensors of an upload or of its download in place; it must make new ones.")
 
 
 def malformed(upload: object) -> str | None:

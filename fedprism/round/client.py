@@ -22,7 +22,16 @@ from fedprism.errors import ConfigError, FedprismError, some
 from fedprism.federation import ClientData, Split
 from fedprism.methods.base import Client, Context, Draw, Info, Method, Net, Output, Pass, State, UploadKind, load
 from fedprism.methods.leaves import everything, seal, tensors, travelling
-from fedprism.methods.states import copy_of, fill_nan, malformed, not_finite, rest_length, update_length
+from fedprism.methods.states import (
+    copy_of,
+    fill_nan,
+    malformed,
+    not_finite,
+    rest_length,
+    same_tensors,
+    unchanged,
+    update_length,
+)
 from fedprism.models import architectures
 from fedprism.round.engine import Checked, ClientScores, Failure, Result
 from fedprism.round.evaluation import Evaluation, Tally, score_split
@@ -105,7 +114,7 @@ def arrive(client: Client, job: Job, state: State | None, download: State) -> Co
     given = {"data": job.data, "public": job.public, "is_new": state is None}
     ctx = make_context(method, job.config, info, client.model, job.round, client_id, **given)
     with torch.no_grad():
-        ctx = ctx.replace(download=method.decode(download, ctx))
+        ctx = ctx.replace(download=method.decode(dict(download), ctx))
         replaced = ctx.download if type(method).receive is Method.receive else {}  # what the default receive overwrites
         own = {name: tensor for name, tensor in tensors(client.model).items() if name not in replaced}
         if own:
@@ -189,9 +198,11 @@ def finish(left: Departure, bad: str | None) -> Result | Failure:
     bad = None if changed is left.upload else not_finite(changed)
     if bad is not None:
         return Failure(f"{bad} is not finite after the transforms", non_finite=True)
-    with torch.no_grad():
-        sent = left.job.method.encode(changed, left.ctx)
-    checked = Checked(left.upload, float(left.length), float(left.rest)) if sent is left.upload else None
+    method = left.job.method
+    with torch.no_grad(), unchanged(f"{method.id}.encode", changed):
+        sent = method.encode(dict(changed), left.ctx)
+    found = Checked(left.upload, float(left.length), float(left.rest))
+    checked = found if same_tensors(sent, left.upload) else None
     return Result(left.state, sent, {**done, **logs}, read_scores(left.tallies), checked)
 
 
@@ -308,7 +319,7 @@ def constant_shared(method: Method, model: nn.Module, ctx: Context) -> bool:
 
 def stored_names(method: Method, model: nn.Module, ctx: Context) -> tuple[str, ...]:
     """The leaves of its model that a client keeps between rounds, in their order."""
-    ctx = ctx.replace(constant_shared=constant_shared(method, model, ctx))
+    ctx = ctx.replace(constant_shared=constant_shared(method, model, ctx), data=None)
     have, found = everything(model), method.stored(model, ctx)
     if isinstance(found, str) or not isinstance(found, Collection):
         raise ConfigError(f"{method.id}.stored returned {found!r}; expected a collection of names of leaves.")

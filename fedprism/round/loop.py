@@ -123,6 +123,7 @@ class Loop:
             for client_id, answer in in_order(part, self.engine.train(round, requests)):
                 clock.lap("train")
                 self.take_in(arrived, uploads, client_id, answer, requests[client_id])
+                del answer  # the next client trains without it in memory
                 clock.lap("aggregate")
         clock.lap("train")
         busy = set(trainers)
@@ -194,7 +195,7 @@ class Loop:
     def download(self, client_id: str, ctx: Context) -> State:
         """What the server sends to a client, encoded."""
         ctx = ctx.replace(client_id=client_id)
-        return self.method.encode(self.method.send(self.server, client_id, ctx), ctx)
+        return self.method.encode(dict(self.method.send(self.server, client_id, ctx)), ctx)
 
     def requests(self, clients: Sequence[str], ctx: Context, down: dict[str, int] | None = None) -> dict[str, Request]:
         """What an engine is given; the bytes that are sent are noted in `down`."""
@@ -206,7 +207,7 @@ class Loop:
     def at_client(self, client_id: str, ctx: Context, request: Request) -> Context:
         """The client's context, as far as the server knows it."""
         own = ctx.replace(client_id=client_id)
-        return own.replace(download=self.method.decode(self.engine.place(request.download), own))
+        return own.replace(download=self.method.decode(dict(self.engine.place(request.download)), own))
 
     def declared(self, client_id: str, round: int) -> Mapping[str, UploadKind]:
         """What a client will upload in a round: name -> kind."""

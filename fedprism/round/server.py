@@ -16,9 +16,20 @@ import torch
 from fedprism.aggregators import AcceptedUpload, Aggregator
 from fedprism.errors import FedprismError, some
 from fedprism.methods.base import Context, Mean, Method, State, Upload, UploadKind
-from fedprism.methods.states import WeightedSum, called, length, malformed, not_finite, rest_length, update_length
+from fedprism.methods.states import (
+    ChangedInPlace,
+    WeightedSum,
+    called,
+    length,
+    malformed,
+    not_finite,
+    rest_length,
+    same_tensors,
+    unchanged,
+    update_length,
+)
 from fedprism.round.engine import Checked, Failure, Result
-from fedprism.transforms.base import ChangedInPlace, Transform, UploadContext, from_wire
+from fedprism.transforms.base import Transform, UploadContext, from_wire
 
 FAR = 1000.0  # times the usual length: an update that is longer is refused
 UNKNOWN = 1e6  # root mean square of an upload, where the server holds nothing but zeros to compare it with
@@ -40,7 +51,10 @@ def accept(
     wrong type or shape, is not finite or far too large, or is an update longer than `limit`. `ctx` is that client's."""
     try:
         wrong = malformed(result.upload)
-        upload = result.upload if wrong else method.decode(result.upload, ctx)
+        upload = result.upload
+        if not wrong:
+            with unchanged(f"{method.id}.decode", upload):
+                upload = method.decode(dict(upload), ctx)
         if transforms and not wrong:
             upload = from_wire(transforms, upload, UploadContext(ctx, kinds, method.origin(ctx)))
         wrong = wrong or malformed(upload) or _other_than_declared(upload, kinds, server)
@@ -51,8 +65,8 @@ def accept(
         return Failure(f"its upload cannot be decoded: {type(error).__name__}: {words}")
     if wrong is not None:
         return Failure(wrong)
-    found = result.checked
-    if found is None or found.upload is not upload:  # else the client's own check has seen these very tensors
+    found = result.checked  # the client's own check, if it has seen these very tensors
+    if found is None or not same_tensors(found.upload, upload):
         bad = not_finite(upload)
         if bad is not None:
             return Failure(f"{bad} in its upload is not finite", non_finite=True)

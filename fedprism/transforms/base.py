@@ -10,8 +10,7 @@ A transform is a frozen dataclass. Its fields are its settings; it remembers not
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -21,7 +20,7 @@ from torch import Tensor
 from fedprism.config import setting
 from fedprism.errors import ConfigError
 from fedprism.methods.base import Context, State, UploadKind
-from fedprism.methods.states import added_to, malformed, measurable, update_of
+from fedprism.methods.states import added_to, malformed, measurable, unchanged, update_of
 
 MARK = ":"  # between the name of a leaf and that of a part of it, for transforms that send a leaf in parts
 
@@ -90,7 +89,7 @@ class Transform:
 def to_wire(transforms: Sequence[Transform], upload: State, context: UploadContext) -> State:
     """All client halves, in order; a new dict, if there are any. What they log is in `context.logs`."""
     for place, (transform, suffix) in enumerate(zip(transforms, suffixes(transforms), strict=True)):
-        with _unchanged(transform, upload, context):
+        with unchanged(f"the transform {transform.id}", upload, context.origin):
             upload = transform.client(dict(upload), replace(context, place=place, suffix=suffix))
         wrong = malformed(upload)
         if wrong is not None:
@@ -101,26 +100,9 @@ def to_wire(transforms: Sequence[Transform], upload: State, context: UploadConte
 def from_wire(transforms: Sequence[Transform], sent: State, context: UploadContext) -> State:
     """All server halves, the last one first."""
     for place, transform in reversed(list(enumerate(transforms))):
-        with _unchanged(transform, sent, context):
-            sent = transform.server(sent, replace(context, place=place))
+        with unchanged(f"the transform {transform.id}", sent, context.origin):
+            sent = transform.server(dict(sent), replace(context, place=place))
     return sent
-
-
-class ChangedInPlace(ConfigError):
-    """A transform has changed a tensor that somebody else holds."""
-
-
-@contextmanager
-def _unchanged(transform: Transform, given: State, context: UploadContext) -> Iterator[None]:
-    """Refuse a transform that changes in place what it is given: the client's state, or the server's, would change."""
-    # Tensors count their changes, but those made in `torch.inference_mode()`, which nobody else holds.
-    held = [tensor for tensor in (*given.values(), *context.origin.values()) if not tensor.is_inference()]
-    before = [tensor._version for tensor in held]
-    yield
-    if [tensor._version for tensor in held] != before:
-        raise ChangedInPlace(
-            f"the transform {transform.id} changes tensors of an upload or of its download in place; make new ones."
-        )
 
 
 def suffixes(transforms: Sequence[Transform]) -> list[str]:

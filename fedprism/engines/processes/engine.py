@@ -38,6 +38,8 @@ from fedprism.round.engine import ClientScores, Engine, Failure, Request, Result
 from fedprism.store.serialize import size
 
 KEPT_BYTES = 2**29  # bytes of clients' data that all workers together keep; what goes beyond is sent every time
+WAITING = 2**26  # bytes of answers that may wait for those of earlier clients, where two per worker take less
+MOST = 16  # clients per worker within the window, at most: more gain nothing
 MAX_DEATHS = 3  # of workers at one client; then the client is to blame
 FILES = 1 + 2 * 2 * AHEAD  # that this process has open for a worker: the connection, each buffer and its mapping
 OTHERS = 128  # files that may be open besides
@@ -67,11 +69,12 @@ class Processes(Engine):
         self.workers = workers(config)
         _allow_files(min(self.workers, len(self.clients)))
         self.pace: dict[Arch, float] = {}  # seconds an image, as last seen
+        self.answer_size = 0  # bytes of the largest so far: what is stored, and the upload
         self.pool: Pool = []
         weakref.finalize(self, end_all, self.pool, os.getpid())
 
     def train(self, round: int, requests: Mapping[str, Request]) -> Iterator[tuple[str, Result | Failure]]:
-        return self._each("train", round, requests, window=AHEAD * self.workers)
+        return self._each("train", round, requests, window=self._window())
 
     def evaluate(self, round: int, requests: Mapping[str, Request]) -> Iterator[tuple[str, ClientScores | Failure]]:
         return self._each("evaluate", round, requests)
@@ -125,8 +128,17 @@ class Processes(Engine):
                     self.pace[self.info.arch_of(client_id)] = answer.seconds / len(self.clients[client_id].train)
                     done += 1
                     queue.answered(client_id)
+                    if queue.window:
+                        self.answer_size = max(self.answer_size, sum(map(size, states)))
+                        queue.window = self._window()
                     yield client_id, _joined(answer, states)
                     self.on_progress(done, len(requests))
+
+    def _window(self) -> int:
+        """How many clients may be begun from the first one without an answer on. With few of them workers idle while a
+        large one is under way."""
+        few, many = AHEAD * self.workers, MOST * self.workers
+        return max(few, min(many, WAITING // self.answer_size)) if self.answer_size else few
 
     def _cost(self, client_id: str) -> float:
         """Seconds, roughly; clients of an architecture that was not seen yet come first."""
