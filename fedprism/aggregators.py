@@ -100,7 +100,7 @@ class TrimmedMean(Aggregator):
     )
 
     def aggregate(self, uploads: Sequence[AcceptedUpload]) -> State:
-        # A product such as 0.1 x 30 is a little more than 3; 9 digits are enough for a share.
+        # A product such as 0.28 x 25 is a little more than 7; 9 digits are enough for a share.
         many = len(uploads)
         return _trimmed(uploads, min(-int(-round(self.trim * many, 9) // 1), (many - 1) // 2))
 

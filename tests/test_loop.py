@@ -475,7 +475,7 @@ class Noisy(Method):
 def test_noise_is_keyed_and_so_the_same_in_any_order(three: Federation) -> None:
     class Backwards(InProcess):
         def _each(self, work: Any, round: int, requests: Any) -> Any:
-            return super()._each(work, round, dict(reversed(requests.items())))
+            return super()._each(work, round, dict(reversed(list(requests.items()))))
 
     settings = config()
     info = make_info(settings, three.names, three.classes, three.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import os
@@ -479,6 +480,19 @@ def test_states_lie_in_the_run_directory(tmp_path: Path) -> None:
 
     api.run_config(settings("fedbn", "disk", clients={"state": "disk"}), "x", out=tmp_path / "run", callbacks=[Look()])
     assert seen == [0, 3, 3, 3]
+
+
+def test_a_copy_of_a_snapshot_can_be_read(tmp_path: Path) -> None:
+    """Also of clients that store nothing, which have no file."""
+    seen: list[dict[str, State | None]] = []
+
+    class Keep(Callback):
+        def round(self, record: RoundRecord, snapshot: Snapshot) -> None:
+            seen.append(dict(copy.deepcopy(snapshot).clients))
+
+    config = settings("fedavg", "disk", clients={"state": "disk"})
+    api.run_config(config, "x", out=tmp_path / "run", callbacks=[Keep()])
+    assert list(seen[-1].values()) == [{}, {}, {}]
 
 
 def test_a_run_whose_states_are_changed_can_be_resumed(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from fedprism.methods.states import WeightedSum, average
 from fedprism.round.client import Job, client_receive, make_info
 from fedprism.round.engine import Failure, Request, Result
 from fedprism.round.loop import Loop, in_order
+from fedprism.store.serialize import size
 from tests.harness import CPU, MLP, Borrowed, Collect, config_of, cut, engine_run, loop_for, same
 
 pytestmark = pytest.mark.full
@@ -256,6 +257,36 @@ def most_alive(method: Method, federation: Federation, workers: int = 0, spare: 
     return max(counted.alive)
 
 
+@dataclass(frozen=True)
+class Short(fp.FedAvg):
+    """What the server sends is made for each client."""
+
+    def encode(self, state: State, ctx: Context) -> State:
+        return {name: tensor.half() for name, tensor in state.items()}
+
+    def decode(self, state: State, ctx: Context) -> State:
+        return {name: tensor.float() for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_few_downloads_are_in_memory_at_a_time(where: str, thirty: Federation) -> None:
+    """In a round, and in an evaluation of all clients: that of the client whose turn it is, and of the one before."""
+    seen: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    class Watched(InProcess):
+        def place(self, state: State) -> State:
+            seen.extend(weakref.ref(tensor) for tensor in list(state.values())[:1])  # a client stores nothing
+            alive.append(sum(each() is not None for each in seen))
+            return state
+
+    settings = config_of(**SHORT, clients={"state": where})
+    engine = Watched(Short(), settings, make_info(settings, thirty.names, thirty.classes, thirty.shape), thirty, CPU)
+    assert loop_for(Short(), settings, thirty, engine).run([]) == "finished"
+    assert len(seen) > 90
+    assert max(alive) <= 4
+
+
 def test_few_uploads_are_in_memory_at_a_time(thirty: Federation) -> None:
     """The one that is added; all thirty where the method needs them together."""
     assert most_alive(fp.FedAvg(), thirty) <= 2
@@ -412,6 +443,14 @@ def test_a_group_that_fails_says_nothing_about_the_size_of_answers(
     assert list(seen.records[1].failed) == list(five.names[:2])
     assert loop.engine.answer_size is not None
     assert loop.engine.answer_size > 1000
+
+
+def test_what_is_packed_takes_its_whole_room_on_the_device(five: Federation) -> None:
+    """Groups are as large as uploads allow that transforms have not packed yet: these lie there together."""
+    settings = {"model": MLP, "train": {"rounds": 1}, "transforms": [{"name": "quantize", "bits": 4}]}
+    loop, _ = engine_run(CudaGraphs, fp.FedAvg(), config_of(**settings), five)
+    assert isinstance(loop.engine, CudaGraphs)
+    assert loop.engine.answer_size == size(loop.server)
 
 
 # --- uploads of which there is no mean -------------------------------------------------------------------------------

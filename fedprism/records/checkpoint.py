@@ -211,7 +211,7 @@ class Checkpoints:
 
     def _adopt(self, file: File) -> str:
         """Link the file of a state that is already on disk; return its checksum."""
-        if file is not NO_FILE and file.sha256 not in self._sound:
+        if file.sha256 and file.sha256 not in self._sound:
             atomic.link(file.path, self._file(file.sha256))
             self._sound.add(file.sha256)
         return file.sha256

@@ -123,12 +123,15 @@ class Loop:
             for client_id, answer in in_order(part, self.engine.train(round, requests)):
                 clock.lap("train")
                 self.take_in(arrived, uploads, client_id, answer, requests[client_id])
+                requests.answered(client_id)
                 del answer  # the next client trains without it in memory
                 clock.lap("aggregate")
         clock.lap("train")
         busy = set(trainers)
         for part in self.parts([client_id for client_id in recipients if client_id not in busy]):
-            for client_id, state in self.engine.receive(round, self.requests(part, ctx, down)):
+            requests = self.requests(part, ctx, down)
+            for client_id, state in self.engine.receive(round, requests):
+                requests.answered(client_id)
                 if not isinstance(state, Failure):
                     self.states[client_id] = state
         if uploads.lengths:
@@ -145,6 +148,7 @@ class Loop:
             _add(scores, arrived.scores)
         clock.lap("evaluate")
         logs = {c: {**values, **ctx.logs.get(c, {})} for c, values in arrived.logs.items()}  # the server's last
+        down = {client_id: down[client_id] for client_id in self.info.clients if client_id in down}
         record = RoundRecord(round + 1, cohort, arrived.failed, down, arrived.up, logs, scores, clock.seconds())
         return record, diverged
 
@@ -174,9 +178,12 @@ class Loop:
         ctx = self.context(round)
         scores: ScoreTable = {}
         for part in self.parts(clients):
-            answers = dict(self.engine.evaluate(round, self.requests(part, ctx)))
-            tested = {c: answers[c] for c in part if c in answers}
-            _add(scores, {c: answer for c, answer in tested.items() if not isinstance(answer, Failure)})
+            requests, answers = self.requests(part, ctx), dict[str, ClientScores]()
+            for client_id, answer in self.engine.evaluate(round, requests):
+                requests.answered(client_id)
+                if not isinstance(answer, Failure):
+                    answers[client_id] = answer
+            _add(scores, {c: answers[c] for c in part if c in answers})
         return scores
 
     def first_record(self) -> RoundRecord:
@@ -197,12 +204,16 @@ class Loop:
         ctx = ctx.replace(client_id=client_id)
         return self.method.encode(dict(self.method.send(self.server, client_id, ctx)), ctx)
 
-    def requests(self, clients: Sequence[str], ctx: Context, down: dict[str, int] | None = None) -> dict[str, Request]:
+    def requests(self, clients: Sequence[str], ctx: Context, down: dict[str, int] | None = None) -> Requests:
         """What an engine is given; the bytes that are sent are noted in `down`."""
-        requests = {c: Request(self.states[c], self.download(c, ctx)) for c in clients}
-        if down is not None:
-            down.update({client_id: size(request.download) for client_id, request in requests.items()})
-        return requests
+
+        def make(client_id: str) -> Request:
+            request = Request(self.states[client_id], self.download(client_id, ctx))
+            if down is not None:
+                down[client_id] = size(request.download)
+            return request
+
+        return Requests(clients, make)
 
     def at_client(self, client_id: str, ctx: Context, request: Request) -> Context:
         """The client's context, as far as the server knows it."""
@@ -296,6 +307,32 @@ class Loop:
             moment=self.method.moment,
             reveals=self.method.reveals,
         )
+
+
+class Requests(Mapping[str, Request]):
+    """One request per client, made when it is first asked for and kept until it is answered: where downloads are made
+    per client, only those of clients under way are in memory."""
+
+    def __init__(self, clients: Sequence[str], make: Callable[[str], Request]) -> None:
+        self._clients, self._make = dict.fromkeys(clients), make
+        self._made: dict[str, Request] = {}
+
+    def __getitem__(self, client_id: str) -> Request:
+        if client_id not in self._clients:
+            raise KeyError(client_id)
+        if client_id not in self._made:
+            self._made[client_id] = self._make(client_id)
+        return self._made[client_id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._clients)
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    def answered(self, client_id: str) -> None:
+        """Let go of a client's request."""
+        self._made.pop(client_id, None)
 
 
 def make_loop(method: Method, config: Config, info: Info, federation: Federation, engine: Engine) -> Loop:

@@ -40,7 +40,7 @@ from fedprism.errors import ConfigError
 from fedprism.federation import Federation
 from fedprism.methods.base import Info, Method, State
 from fedprism.models import Arch
-from fedprism.round.client import Job, open_slot
+from fedprism.round.client import Departure, Job, open_slot
 from fedprism.round.engine import ClientScores, Engine, Failure, Request, Result
 from fedprism.round.training import Operations
 from fedprism.store.serialize import size
@@ -135,13 +135,12 @@ class CudaGraphs(Engine):
             self._drop_slots()
         if self.trained and self.replay_seconds is None:
             self.replay_seconds = self._time_a_replay()
-        for answers in self._in_groups(round_steps, read_rounds, round, requests):
+        for answers in self._in_groups(round_steps, self._read_rounds, round, requests):
             self.trained += 1
             if self.trained == 1 and self.cuda:  # what exists by now stays; scanning it again and again is slow
                 gc.collect()
                 gc.freeze()
             results = {c: answer for c, answer in answers.items() if isinstance(answer, Result)}
-            self._note_size({**result.state, **result.upload} for result in results.values())
             states = self._parked({c: result.state for c, result in results.items()})
             del results
             for client_id in list(answers):
@@ -182,10 +181,11 @@ class CudaGraphs(Engine):
             yield self._all(work, read, round, group, done, len(clients))
             done += len(group)
 
-    def _note_size(self, answers: Iterable[State]) -> None:
-        """How much of the device an answer takes, once there is one."""
-        for answer in answers:
-            self.answer_size = max(1, self.answer_size or 0, size(answer))
+    def _read_rounds(self, departures: Mapping[str, Departure]) -> dict[str, Result | Failure]:
+        """The answers of a group, and how much of the device one of them takes: its upload is not packed yet."""
+        sizes = [size({**left.state, **left.upload}) for left in departures.values()]
+        self.answer_size = max(1, self.answer_size or 0, *sizes)
+        return read_rounds(departures)
 
     def _all(
         self,
