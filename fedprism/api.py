@@ -106,11 +106,13 @@ def resume(
     *,
     federation: Federation | None = None,
     method: Method | None = None,
+    reset_damaged: bool = False,
     callbacks: Sequence[Callback] = (),
 ) -> Run:
     """Go on with a run that was interrupted.
 
-    A federation of your own arrays, or a method that was written in a Python session, must be given again.
+    A federation of your own arrays, or a method that was written in a Python session, must be given again. With
+    `reset_damaged`, clients whose state on disk is damaged begin anew; the records name them.
     """
     with RunDirectory.open(path, write=True) as directory:
         if directory.status in ENDED:
@@ -118,7 +120,7 @@ def resume(
         config = directory.config
         federation = federation or build_federation(config.data, config.seed)
         _check_clients(directory, federation)
-        return _run(config, federation, nullcontext(directory), callbacks, method)
+        return _run(config, federation, nullcontext(directory), callbacks, method, reset_damaged)
 
 
 def load(path: str | Path, *, method: Method | None = None, federation: Federation | None = None) -> Run:
@@ -136,6 +138,7 @@ def _run(
     opened: AbstractContextManager[RunDirectory],
     callbacks: Sequence[Callback],
     made: Method | None = None,
+    reset_damaged: bool = False,
 ) -> Run:
     """Run the rounds that are left. `made` is a method that the configuration alone does not make.
 
@@ -146,8 +149,10 @@ def _run(
     info = make_info(config, federation.names, federation.classes, federation.shape)
     loop = make_loop(method, config, info, federation, make_engine(method, config, info, federation, device))
     with opened as directory, numerics(config.run, device):
-        recorder = directory.recorder(_about(method, config, info))
-        loop.run([recorder, *callbacks], start=directory.latest(), folder=directory.states)
+        lost: list[str] | None = [] if reset_damaged else None
+        start = directory.latest(lost)
+        recorder = directory.recorder(_about(method, config, info), reset=lost or ())
+        loop.run([recorder, *callbacks], start=start, folder=directory.states)
     return load(directory.path, method=made, federation=federation)
 
 

@@ -1,10 +1,14 @@
-"""Atomic file writes: temporary file in the same folder, fsync, rename, fsync of the folder."""
+"""Files of a run: written atomically (temporary file in the same folder, fsync, rename, fsync of the folder), and never
+through a link."""
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +17,9 @@ from typing import Any
 from fedprism.errors import RecordError
 
 _SUFFIX = ".partial"
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+_NO_WAIT = getattr(os, "O_NONBLOCK", 0)  # for the other end of a pipe
+_BINARY = getattr(os, "O_BINARY", 0)
 
 
 def write(path: Path, data: bytes, sync: bool = True, lasting: bool = True) -> None:
@@ -23,7 +30,8 @@ def write(path: Path, data: bytes, sync: bool = True, lasting: bool = True) -> N
     """
     temporary = path.with_name(f".{path.name}{_SUFFIX}")
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        temporary.unlink(missing_ok=True)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o666)
         try:
             write_all(descriptor, data)
             if lasting:
@@ -59,6 +67,39 @@ def link(source: Path, path: Path) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Replace the content of `path` by indented JSON."""
     write(path, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
+
+
+def read(path: Path) -> bytes:
+    """The content of a regular file. A link is not followed: it may lead out of the run directory."""
+    with open(_opened(path), "rb") as file:
+        return file.read()
+
+
+def sha256(path: Path) -> str:
+    """The checksum of a regular file, which is read piece by piece."""
+    with open(_opened(path), "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _opened(path: Path) -> int:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | _NO_LINK | _NO_WAIT | _BINARY)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a link, which is not followed", str(path)) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return descriptor
+
+
+def append_to(path: Path) -> int:
+    """A descriptor to append to a file that nothing else shares: a link is refused, and of a file with more names a
+    copy takes its place."""
+    if path.exists() and path.stat().st_nlink > 1:
+        write(path, read(path))
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _NO_LINK | _BINARY, 0o666)
 
 
 def write_all(descriptor: int, data: bytes) -> None:

@@ -38,8 +38,9 @@ class ClientModels(Mapping[str, "ClientModel"]):
         self._digests = dict(record.info.get("images", {}))  # of clients whose images have not been compared yet
         self._info = make_info(self._config, record.clients, len(record.class_names), record.shape)
         self._class_names = record.class_names
+        self._lost: list[str] = []
         with RunDirectory.open(path) as directory:
-            snapshot = directory.best()
+            snapshot = directory.best(self._lost)
         if snapshot is None:
             raise RecordError(f"{path} holds no checkpoint yet; its models are there after the first one.")
         self.snapshot: Snapshot = snapshot
@@ -47,6 +48,11 @@ class ClientModels(Mapping[str, "ClientModel"]):
     def __getitem__(self, client_id: str) -> ClientModel:
         if client_id not in self._info.archs:
             raise KeyError(f"there is no client {client_id!r}; there are {', '.join(self._info.clients)}.")
+        if client_id in self._lost:
+            raise RecordError(
+                f"the state of client {client_id!r} in {self._path}'s checkpoint of round {self.snapshot.round} is "
+                "damaged. The other clients' models can be used; to have this one, restore its file from a copy."
+            )
         data = self._data(client_id) if self._method.moment == "adapted" else None
         return ClientModel.of(self._method, self._config, self._info, self._class_names, self.snapshot, client_id, data)
 

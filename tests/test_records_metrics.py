@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 from fedprism.errors import RecordError
 from fedprism.records import RunDirectory, read_run
 from fedprism.records.metrics import Journal, decode, encode, read_rounds, read_seconds
+from fedprism.records.sealed import seal, unseal
 from fedprism.round.events import RoundRecord, Score
 from tests.toy_records import CLIENTS, damage, results, toy_config, toy_run
 
@@ -33,7 +35,9 @@ def test_a_line_in_full() -> None:
     assert line == (
         b'{"round":3,"cohort":["a","b"],"failed":{"b":"it said \\"no\\"\\n"},"down":{"a":10,"b":20},"up":{"a":10},'
         b'"logs":{"a":{"loss":0.1},"b":{"alpha":null,"zeta":1e-300}},'
-        b'"scores":{"trained":{"test":{"a":[3,4,0.30000000000000004],"b":[1,2,null]}}}}\n'
+        b'"scores":{"trained":{"test":{"a":[3,4,0.30000000000000004],"b":[1,2,null]}}}, "checksum": "'
+        + hashlib.sha256(line[:-82]).hexdigest().encode()
+        + b'"}\n'
     )
 
 
@@ -156,10 +160,8 @@ def test_a_damaged_timing_is_left_out_and_stops_nothing(tmp_path: Path) -> None:
 def test_what_is_after_the_checkpoint_is_cut_off(tmp_path: Path) -> None:
     config = toy_config(checkpoint_every=100)
     path = toy_run(tmp_path / "run", config, until=4)
-    extra = (path / "metrics.jsonl").read_bytes().splitlines(keepends=True)[-1]
-    damage(
-        path / "metrics.jsonl", lambda data: data + extra.replace(b'"round":4', b'"round":5').replace(b"104", b"999")
-    )
+    extra = unseal((path / "metrics.jsonl").read_bytes().splitlines(keepends=True)[-1])
+    damage(path / "metrics.jsonl", lambda data: data + seal({**extra, "round": 5, "down": {"north": 999}}))
     assert len(read_run(path).rounds) == 6
     toy_run(path)
     assert results(path) == results(toy_run(tmp_path / "straight", config))

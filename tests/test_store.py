@@ -27,7 +27,8 @@ from fedprism.errors import FedprismError, RecordError
 from fedprism.federation import Federation
 from fedprism.methods.base import State
 from fedprism.records import RecordWarning, RunDirectory
-from fedprism.records.checkpoint import FORMAT, Checkpoints
+from fedprism.records.checkpoint import Checkpoints
+from fedprism.records.manifest import Manifest, write_manifest
 from fedprism.round.client import make_info
 from fedprism.round.events import Callback, RoundRecord, Snapshot
 from fedprism.store import clients as client_store
@@ -331,16 +332,12 @@ def test_damage_is_found_before_a_run_goes_on(tmp_path: Path, how: str) -> None:
 
 
 def test_a_manifest_that_names_no_checksum_is_refused_and_deletes_nothing(tmp_path: Path) -> None:
-    import hashlib
-
     (tmp_path / "run").mkdir()
     precious = tmp_path / "precious.safetensors"
     precious.write_bytes(b"not ours")
     store = Checkpoints(tmp_path / "run")
     store.save(Snapshot(0, state(), {}), keep=())
-    body = json.dumps({"format": FORMAT, "round": 0, "server": "../../precious", "clients": {}})
-    checksum = hashlib.sha256(body.encode()).hexdigest()
-    store.manifest(0).write_text(f'{body[:-1]}, "checksum": "{checksum}"}}')
+    write_manifest(tmp_path / "run", Manifest(0, "../../precious", {}))
     for round in (1, 2, 3):
         store.save(Snapshot(round, state(round), {}), keep=())
     assert store.rounds() == [2, 3]

@@ -1,55 +1,43 @@
 """Checkpoints: a manifest with checksums of immutable files, one per client and one for the server.
 
-    checkpoints/manifest-000005.json       names the files of round 5 and has a checksum of itself
-    checkpoints/files/<sha256>.safetensors named by content, so a file is never changed and equal states share one
+    checkpoints/manifest-000005.json        names the files of round 5 and has a checksum of itself
+    checkpoints/files/<sha256>.safetensors  named by content, so a file is never changed and equal states share one
+    checkpoints/copies/<sha256>.safetensors a second copy of each file that several checkpoints share
 
-The order of writing makes it safe to be killed at any moment: first files, then the manifest, then the deletion of old
-manifests, then the deletion of files that no manifest names. A state that did not change (the same objects as last
-time) is named again without being serialised or written. A state that is already on disk (`clients.state: disk`) is not
-read: its file gets a second name here. A client that stores nothing has no file: the manifest names it with "".
+The order of writing makes it safe to be killed at any moment: first files, then the manifest, then copies, then the
+deletion of old manifests, then the deletion of files that no manifest names. A state that did not change (the same
+objects as last time) is named again without being serialised or written. A state that is already on disk
+(`clients.state: disk`) is not read: its file gets a second name here. A client that stores nothing has no file: the
+manifest names it with "".
+
+A damaged file that only one checkpoint names costs this checkpoint alone. One that several name would cost them all,
+so there is a copy of it: checkpoints never take more room than they would without sharing.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from fedprism import atomic
-from fedprism.errors import RecordError
 from fedprism.methods.base import State
+from fedprism.records.manifest import (
+    Damaged,
+    Manifest,
+    manifest_path,
+    manifest_rounds,
+    read_manifest,
+    reading,
+    write_manifest,
+)
 from fedprism.records.runfile import RecordWarning
 from fedprism.round.events import Snapshot
 from fedprism.store.clients import NO_FILE, File, Files
 from fedprism.store.serialize import deserialize, serialize
 
-FORMAT = 3
-_SHA256 = re.compile("[0-9a-f]{64}")
 _SERVER = ""  # the server's key beside the clients' names, none of which is empty
-
-
-class Damaged(Exception):
-    """A manifest or one of its files is missing or is not what was written; the message names it."""
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """The checksums of a round's files."""
-
-    round: int
-    server: str
-    clients: Mapping[str, str | None]
-    usual_length: float | None = None  # `Snapshot.usual_length`
-
-    @cached_property
-    def files(self) -> frozenset[str]:
-        return frozenset((self.server, *filter(None, self.clients.values())))
 
 
 def _same(state: State | None, known: State) -> bool:
@@ -59,81 +47,26 @@ def _same(state: State | None, known: State) -> bool:
     return list(state) == list(known) and all(state[name] is tensor for name, tensor in known.items())
 
 
-# --- manifests as bytes ----------------------------------------------------------------------------------------------
-
-
-def _manifest_text(manifest: Manifest) -> bytes:
-    """Compact JSON: there may be ten thousand clients, and every checkpoint writes it."""
-    body = {
-        "format": FORMAT,
-        "round": manifest.round,
-        "server": manifest.server,
-        "clients": dict(manifest.clients),
-        "usual_length": manifest.usual_length,
-    }
-    text = json.dumps(body)
-    return f'{text[:-1]}, "checksum": "{_checksum(text)}"}}\n'.encode()
-
-
-def _checksum(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _read_manifest(path: Path) -> Manifest:
-    data = _read(path)
-    try:
-        body = json.loads(data)
-        checksum = body.pop("checksum")
-        if checksum != _checksum(json.dumps(body)):
-            raise Damaged(f"{path} does not match its checksum")
-        files = {_SERVER: body["server"], **body["clients"]}
-        if body["format"] != FORMAT:
-            raise RecordError(
-                f"{path} has format {body['format']}, and this version of fedprism reads format {FORMAT}. Nothing is "
-                "damaged: resume or load the run with the version that wrote it, which run.json names."
-            )
-        # Checksums become names of files.
-        if not files[_SERVER] or not all(not each or _SHA256.fullmatch(each) for each in files.values()):
-            raise Damaged(f"{path} is not a manifest of format {FORMAT}")
-        usual = None if body["usual_length"] is None else float(body["usual_length"])
-        return Manifest(int(body["round"]), str(files.pop(_SERVER)), files, usual)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise Damaged(f"{path} is not a manifest") from None
-
-
-def _read(path: Path) -> bytes:
-    with _reading(path):
-        return path.read_bytes()
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except FileNotFoundError:
-        raise Damaged(f"{path} is missing") from None
-    except PermissionError as error:
-        raise RecordError(f"{path} may not be read ({error.strerror}); check its permissions.") from error
-    except OSError as error:
-        raise Damaged(f"{path} cannot be read ({error.strerror})") from error
-
-
 class Checkpoints:
-    """The checkpoints of one run directory. With `mapped`, a client's state is read when it is first used."""
+    """The checkpoints of one run directory.
 
-    def __init__(self, folder: Path, mapped: bool = False) -> None:
+    With `mapped`, a client's state is read when it is first used. With `repairs`, a damaged file is replaced by its
+    copy.
+    """
+
+    def __init__(self, folder: Path, mapped: bool = False, repairs: bool = False) -> None:
         self.folder = folder
-        self.files = folder / "files"
-        self._mapped = mapped
-        self._sound: set[str] = set()  # checksums that this process has written or verified
+        self.files, self.copies = folder / "files", folder / "copies"
+        self._mapped, self._repairs = mapped, repairs
+        self._sound: set[str] = set()  # checksums of files that this process has written or verified
+        self._copied: set[str] = set()  # checksums of copies, once this process has looked for them
         self._named: dict[str, tuple[State, str]] = {}  # states in memory whose file is known
         self._manifests: dict[int, tuple[object, Manifest]] = {}  # read or written, with the signature of the file then
         self._swept = False  # whether this process has looked for files that no manifest names
 
     def rounds(self) -> list[int]:
         """The rounds that have a manifest, in order. Damage shows when they are loaded."""
-        names = [path.stem.removeprefix("manifest-") for path in self.folder.glob("manifest-*.json")]
-        return sorted(int(name) for name in names if name.isdecimal())
+        return manifest_rounds(self.folder)
 
     def save(self, snapshot: Snapshot, keep: Collection[int]) -> None:
         """Write a checkpoint, then `prune`."""
@@ -145,35 +78,51 @@ class Checkpoints:
             clients = {n: None if s is None else self._store(n, s) for n, s in snapshot.clients.items()}
         atomic.fsync(self.files)
         manifest = Manifest(snapshot.round, server, clients, snapshot.usual_length)
-        path = self.manifest(snapshot.round)
-        atomic.write(path, _manifest_text(manifest))
+        path = write_manifest(self.folder, manifest)
         self._manifests[snapshot.round] = (_signature(path), manifest)
         self.prune(snapshot.round, keep)
 
-    def load(self, round: int) -> Snapshot:
-        """The checkpoint of one round, every checksum verified, or `Damaged`."""
-        manifest = _read_manifest(self.manifest(round))
-        if manifest.round != round:
-            raise Damaged(f"{self.manifest(round)} is of round {manifest.round}")
-        server, files = self._fetch(_SERVER, manifest.server), manifest.clients.items()
-        clients: Mapping[str, State | None] = (
-            Files({name: None if file is None else self._verified(file) for name, file in files})
-            if self._mapped
-            else {name: None if file is None else self._fetch(name, file) for name, file in files}
-        )
-        return Snapshot(round, server, clients, manifest.usual_length)
+    def load(self, round: int, lost: list[str] | None = None) -> Snapshot:
+        """The checkpoint of one round, every checksum verified, or `Damaged`.
 
-    def newest(self, rounds: Sequence[int], last: int) -> Snapshot | None:
-        """The newest sound checkpoint of `rounds` up to round `last`, with a warning for each one that is skipped."""
+        With a list `lost`, clients whose states are damaged are named there, and stand in the checkpoint as if they
+        had never trained.
+        """
+        manifest = read_manifest(self.folder, round)
+        server = self._fetch(_SERVER, manifest.server)
+        files: dict[str, File | None] = {}
+        states: dict[str, State | None] = {}
+        for name, checksum in manifest.clients.items():
+            files[name] = states[name] = None
+            try:
+                if checksum is not None and self._mapped:
+                    files[name] = self._verified(checksum)
+                elif checksum is not None:
+                    states[name] = self._fetch(name, checksum)
+            except Damaged:
+                if lost is None:
+                    raise
+                lost.append(name)
+        return Snapshot(round, server, Files(files) if self._mapped else states, manifest.usual_length)
+
+    def newest(self, rounds: Sequence[int], last: int, lost: list[str] | None = None) -> Snapshot | None:
+        """The newest sound checkpoint of `rounds` up to round `last`, with a warning for each one that is skipped. With
+        a list `lost`, the newest whose server is sound, as in `load`."""
         for round in reversed(rounds):
             try:
                 if round > last:
                     raise Damaged(f"{self.manifest(round)} is ahead of metrics.jsonl, which ends at round {last}")
-                return self.load(round)
+                return self.load(round, lost)
             except Damaged as damage:
                 if self.manifest(round).exists():  # otherwise a run that goes on has pruned it meanwhile
                     warnings.warn(f"{damage}: the checkpoint before it is used.", RecordWarning, stacklevel=2)
         return None
+
+    def drop_later(self, round: int) -> None:
+        """Delete the manifests of later rounds, which are about to be made again."""
+        for later in self.rounds():
+            if later > round:
+                self.manifest(later).unlink()
 
     def forget(self, snapshot: Snapshot) -> None:
         """Drop states that are no longer current, so that no old state stays in memory."""
@@ -187,10 +136,13 @@ class Checkpoints:
         }
 
     def manifest(self, round: int) -> Path:
-        return self.folder / f"manifest-{round:06d}.json"
+        return manifest_path(self.folder, round)
 
     def _file(self, checksum: str) -> Path:
         return self.files / f"{checksum}.safetensors"
+
+    def _copy(self, checksum: str) -> Path:
+        return self.copies / f"{checksum}.safetensors"
 
     def _store(self, name: str, state: State) -> str:
         """Write a state unless it is empty or its file is known; return its checksum."""
@@ -203,7 +155,7 @@ class Checkpoints:
         checksum = hashlib.sha256(data).hexdigest()
         path = self._file(checksum)
         # A file of that name from before this process may be damaged: trust its content, not its name.
-        if checksum not in self._sound and not (path.exists() and path.read_bytes() == data):
+        if checksum not in self._sound and not _holds(path, checksum):
             atomic.write(path, data, sync=False)
         self._sound.add(checksum)
         self._named[name] = (state, checksum)
@@ -219,28 +171,34 @@ class Checkpoints:
     def _fetch(self, name: str, checksum: str) -> State:
         if checksum == NO_FILE.sha256:
             return {}
-        path = self._file(checksum)
-        data = _read(path)
-        if hashlib.sha256(data).hexdigest() != checksum:
-            raise Damaged(f"{path} does not match its checksum")
-        state = deserialize(data)
-        self._sound.add(checksum)
+        state = deserialize(atomic.read(self._intact(checksum)))
         self._named[name] = (state, checksum)
         return state
 
     def _verified(self, checksum: str) -> File:
         """A file whose content matches its checksum. It is read piece by piece and not kept in memory."""
-        if checksum == NO_FILE.sha256:
-            return NO_FILE
-        path = self._file(checksum)
-        with _reading(path), path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != checksum:
-                raise Damaged(f"{path} does not match its checksum")
+        return NO_FILE if checksum == NO_FILE.sha256 else File(self._intact(checksum), checksum)
+
+    def _intact(self, checksum: str) -> Path:
+        """The file with this content, or its copy where the file is damaged; `Damaged` where both are."""
+        path, copy = self._file(checksum), self._copy(checksum)
+        try:
+            with reading(path):
+                if atomic.sha256(path) != checksum:
+                    raise Damaged(f"{path} does not match its checksum")
+        except Damaged as damage:
+            if not _holds(copy, checksum):
+                raise
+            warnings.warn(f"{damage}: its copy is used.", RecordWarning, stacklevel=2)
+            if not self._repairs:
+                return copy
+            atomic.write(path, atomic.read(copy))
         self._sound.add(checksum)
-        return File(path, checksum)
+        return path
 
     def prune(self, now: int, keep: Collection[int]) -> None:
-        """Delete all checkpoints but the last two up to round `now`, which is on disk, and those in `keep`."""
+        """Delete all checkpoints but the last two up to round `now`, which is on disk, and those in `keep`. Copy what
+        several of these share."""
         # After a fall-back there may be damaged manifests of later rounds, which are about to be made again.
         rounds = self.rounds()
         sound: dict[int, Manifest] = {}
@@ -251,6 +209,7 @@ class Checkpoints:
                 except Damaged:
                     continue  # it can never be used again
         kept = {*sorted(sound)[-2:], *(round for round in sound if round in keep)}
+        self._copy_shared([sound[round] for round in kept])
         gone = [round for round in rounds if round not in kept]
         for round in gone:
             self.manifest(round).unlink(missing_ok=True)
@@ -265,13 +224,39 @@ class Checkpoints:
             self._sound.discard(name)
         self._swept = True
 
+    def _copy_shared(self, kept: Sequence[Manifest]) -> None:
+        """Let exactly those files have a copy that several of these checkpoints name."""
+        if not self._swept and self.copies.is_dir():
+            self._copied = {path.stem for path in self.copies.glob("*.safetensors")}
+        seen, shared = set[str](), set[str]()
+        for manifest in kept:
+            shared |= seen & manifest.files
+            seen |= manifest.files
+        if shared:
+            self.copies.mkdir(exist_ok=True)
+        for checksum in shared - self._copied:
+            if _holds(self._file(checksum), checksum):  # else it is damaged already, as loading will say
+                atomic.write(self._copy(checksum), atomic.read(self._file(checksum)), sync=False, lasting=False)
+                self._copied.add(checksum)
+        for checksum in self._copied - shared:
+            self._copy(checksum).unlink(missing_ok=True)
+        self._copied &= shared
+
     def _manifest(self, round: int) -> Manifest:
         """A manifest, read again only if its file has changed."""
         path = self.manifest(round)
         signature, known = _signature(path), self._manifests.get(round)
         if known is None or signature is None or known[0] != signature:
-            known = self._manifests[round] = (signature, _read_manifest(path))
+            known = self._manifests[round] = (signature, read_manifest(self.folder, round))
         return known[1]
+
+
+def _holds(path: Path, checksum: str) -> bool:
+    """Is there a file with this content?"""
+    try:
+        return atomic.sha256(path) == checksum
+    except OSError:
+        return False
 
 
 def _signature(path: Path) -> tuple[int, int, int] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ from fedprism import atomic
 from fedprism.config import MOMENTS, SPLITS
 from fedprism.errors import RecordError
 from fedprism.records.metrics import ordered
+from fedprism.records.runfile import RecordWarning
+from fedprism.records.sealed import seal, unseal
 from fedprism.round.events import RoundRecord
 
 NAME = "classes.json"
@@ -36,17 +38,19 @@ def class_counts(record: RoundRecord, clients: tuple[str, ...]) -> dict[str, Any
 def read_classes(path: Path) -> dict[str, Any]:
     """`classes.json` of a run directory; empty where there is none yet."""
     try:
-        classes = json.loads((path / NAME).read_bytes())
+        classes = unseal(atomic.read(path / NAME))
         return {which: classes[which] for which in ("best", "last") if classes[which]["scores"] is not None}
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise RecordError(f"{path / NAME} cannot be read: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError):
-        raise RecordError(f"{path / NAME} is damaged; delete it to go on without counts per class.") from None
+        # Nothing else is computed from it.
+        warnings.warn(f"{path / NAME} is damaged: going on without counts per class.", RecordWarning, stacklevel=2)
+        return {}
 
 
 def write_classes(path: Path, counts: Mapping[str, Any]) -> None:
     """Write the counts of the last round and of the best one. Without validation images no round is the best: then the
     last one stands for it."""
-    atomic.write_json(path / NAME, {"best": counts["last"], **counts})
+    atomic.write(path / NAME, seal({"best": counts["last"], **counts}, indent=1))

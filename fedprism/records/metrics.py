@@ -1,7 +1,8 @@
 """metrics.jsonl and timings.jsonl: one line per round, only ever appended to.
 
-`metrics.jsonl` holds what must be the same bits after a resume; line n is round n - 1. `timings.jsonl` holds the clock.
-A torn last line (the process was killed while writing it) is ignored by readers and cut off before a line is appended.
+`metrics.jsonl` holds what must be the same bits after a resume; line n is round n - 1, with a checksum at its end.
+`timings.jsonl` holds the clock, which is no result: it has no checksums. A torn last line (the process was killed while
+writing it) is ignored by readers and cut off before a line is appended.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import lru_cache
+from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fedprism import atomic
 from fedprism.config import MOMENTS, SPLITS
 from fedprism.errors import RecordError
+from fedprism.records.sealed import seal, unseal
 from fedprism.round.events import RoundRecord, Score
 
 METRICS = "metrics.jsonl"
@@ -49,7 +52,7 @@ def encode(record: RoundRecord, clients: Sequence[str]) -> bytes:
             for moment, splits in ordered(record.scores, MOMENTS).items()
         },
     }
-    return _line(entry)
+    return seal(entry, separators=(",", ":"))
 
 
 def decode(entry: Mapping[str, Any], seconds: Mapping[str, float]) -> RoundRecord:
@@ -92,7 +95,8 @@ def _score(
 def encode_seconds(record: RoundRecord) -> bytes:
     """A round as a line of `timings.jsonl`."""
     at = datetime.now(UTC).isoformat(timespec="seconds")
-    return _line({"round": record.round, "seconds": {n: round(s, 6) for n, s in record.seconds.items()}, "at": at})
+    entry = {"round": record.round, "seconds": {n: round(s, 6) for n, s in record.seconds.items()}, "at": at}
+    return json.dumps(entry, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
 def ordered(values: Mapping[str, T], order: Sequence[str]) -> dict[str, T]:
@@ -104,10 +108,6 @@ def ordered(values: Mapping[str, T], order: Sequence[str]) -> dict[str, T]:
 @lru_cache(maxsize=8)  # every round asks for it several times, and there may be ten thousand clients
 def _indices(order: tuple[str, ...]) -> dict[str, int]:
     return {name: i for i, name in enumerate(order)}
-
-
-def _line(entry: Mapping[str, Any]) -> bytes:
-    return json.dumps(entry, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
 def _finite(value: float) -> float | None:
@@ -131,30 +131,38 @@ def read_rounds(path: Path) -> list[dict[str, Any]]:
 
 def read_seconds(path: Path) -> dict[int, dict[str, float]]:
     """Round -> seconds by phase. Timings are no results: a line that cannot be read is skipped."""
-    entries = [_parse(line) for line in _bytes(path).splitlines(keepends=True)]
+    entries = [_parse(line) for line in lines_of(path)]
     return {entry["round"]: entry.get("seconds", {}) for entry in entries if entry is not None}
 
 
 def intact(path: Path) -> tuple[list[dict[str, Any]], str]:
     """The rounds before the first damaged line, and an error message for that line ("": no line is damaged)."""
-    lines = _bytes(path).splitlines(keepends=True)
     entries: list[dict[str, Any]] = []
+    lines = lines_of(path)
     for number, line in enumerate(lines, 1):
-        entry = _parse(line)
-        if entry is None and number == len(lines):
-            break  # torn: the last write was cut short
-        if entry is None or entry["round"] != number - 1 or not {"cohort", "scores"} <= entry.keys():
+        try:
+            entry = unseal(line)
+        except ValueError:
+            if number == len(lines):
+                break  # torn: the last write was cut short
+            entry = {}
+        if entry.get("round") != number - 1:
             return entries, (
                 f"line {number} of {path} is damaged: expected the record of round {number - 1}. Restore the file from "
-                f"a copy, or delete that line and all after it and run `fedprism resume {path.parent}`."
+                f"a copy; `fedprism fsck {path.parent}` says what can be done without one."
             )
         entries.append(entry)
     return entries, ""
 
 
+def lines_of(path: Path) -> list[bytes]:
+    """The lines of a file, each with its line feed; none where there is no file yet."""
+    return BytesIO(_bytes(path)).readlines()  # `splitlines` would split at a carriage return, too
+
+
 def _bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return atomic.read(path)
     except FileNotFoundError:
         return b""
     except OSError as error:
@@ -162,7 +170,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """The record on a complete line; None for anything else."""
+    """The timings on a complete line; None for anything else."""
     try:
         entry = json.loads(line) if line.endswith(b"\n") else None
     except ValueError:
@@ -179,12 +187,11 @@ class Journal:
 
     def open(self, last: int) -> None:
         """Remove torn and unreadable lines and those after round `last` in one step, then open the file to append."""
-        before = _bytes(self.path)
-        lines = [(line, _parse(line)) for line in before.splitlines(keepends=True)]
-        after = b"".join(line for line, entry in lines if entry is not None and entry["round"] <= last)
-        if after != before:
-            atomic.write(self.path, after)
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        lines = [(line, _parse(line)) for line in lines_of(self.path)]
+        kept = [line for line, entry in lines if entry is not None and entry["round"] <= last]
+        if len(kept) < len(lines):
+            atomic.write(self.path, b"".join(kept))
+        self._descriptor = atomic.append_to(self.path)
 
     def append(self, line: bytes) -> None:
         size = os.fstat(self._descriptor).st_size

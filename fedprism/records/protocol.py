@@ -15,7 +15,7 @@ from statistics import stdev
 from typing import Any
 
 from fedprism.config import MOMENTS
-from fedprism.errors import ConfigError, RecordError, unknown
+from fedprism.errors import ConfigError, RecordError, some, unknown
 from fedprism.records.read import RunRecord
 from fedprism.records.standing import Best, Standing, mean, part
 
@@ -151,6 +151,9 @@ def outcome(run: RunRecord, protocol: Protocol | None = None) -> Outcome:
     if not tested:
         raise RecordError(_untested(whole, moment, protocol.path))
     notes = ["diverged"] if run.diverged else []
+    for entry in run.info.get("resumed", ()):
+        if entry.get("reset"):
+            notes.append(f"after round {entry['round']}, {some(entry['reset'])} began anew, the state being lost")
     chosen = _choose(run, protocol, moment, tested, notes)
     standing, seen = Standing(moment, "test"), []
     for record in run.rounds[: chosen[-1] + 1]:

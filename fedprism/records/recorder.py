@@ -8,7 +8,7 @@ disk before it, and what comes after the newest manifest can be removed and comp
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,14 @@ from fedprism.round.events import Callback, Plan, RoundRecord, Snapshot, Status
 
 
 class Recorder(Callback):
-    """Records one run in a directory that this process has locked. `about` is more that `run.json` keeps of the run."""
+    """Records one run in a directory that this process has locked. `about` is more that `run.json` keeps of the run.
 
-    def __init__(self, path: Path, checkpoints: Checkpoints, about: Mapping[str, Any]) -> None:
+    `reset` names clients that go on from their first state.
+    """
+
+    def __init__(self, path: Path, checkpoints: Checkpoints, about: Mapping[str, Any], reset: Sequence[str]) -> None:
         self.path = path
-        self._about = about
+        self._about, self._reset = about, reset
         self._checkpoints = checkpoints
         self._metrics = Journal(path / METRICS)
         self._timings = Journal(path / TIMINGS)
@@ -51,11 +54,12 @@ class Recorder(Callback):
         wanted = {"best": {self._best.round}, "last": range(plan.first_round)}
         self._counts = {which: counts for which, counts in counted.items() if counts["round"] in wanted[which]}
         with self._writing("the run directory"):
+            self._checkpoints.drop_later(self._safe)
             self._metrics.open(self._safe)
             self._timings.open(self._safe)
             self._checkpoints.folder.mkdir(exist_ok=True)
             atomic.fsync(self.path)
-            self._info = {**info, **runfile.facts(plan), "status": "running", "ended": None}
+            self._info = {**info, **runfile.facts(plan), "status": "running", "ended": None, "done": None}
             about = {"device": plan.device, "engine": plan.engine, "reveals": plan.reveals, **self._about}
             self._info |= {key: value for key, value in about.items() if key not in info}  # as it was begun
             if self._safe >= 0:
@@ -87,7 +91,8 @@ class Recorder(Callback):
                 with self._writing(runfile.NAME):
                     if self._safe >= 0:  # a process that was killed after the last checkpoint did not prune
                         self._checkpoints.prune(self._safe, self._keep())
-                    runfile.write(self.path, {**self._info, "status": status, "ended": runfile.now()})
+                    ended = {"status": status, "ended": runfile.now(), "done": self._safe}
+                    runfile.write(self.path, {**self._info, **ended})
         finally:
             self.close()
 
@@ -118,7 +123,7 @@ class Recorder(Callback):
         if changed:
             message = f"{self.path} was begun with {'; '.join(changed)}: figures may differ in the last digits."
             warnings.warn(message, RecordWarning, stacklevel=3)
-        entry = {"round": self._safe, "at": runfile.now(), "versions": here}
+        entry = {"round": self._safe, "at": runfile.now(), "versions": here, "reset": list(self._reset)}
         self._info["resumed"] = [*self._info.get("resumed", []), entry]
 
     def _save(self) -> None:

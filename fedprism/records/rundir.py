@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,9 +24,10 @@ from filelock import FileLock, Timeout
 from fedprism import atomic
 from fedprism import config as configuration
 from fedprism.config import Config
-from fedprism.errors import RecordError
+from fedprism.errors import RecordError, some
 from fedprism.records import metrics, runfile
-from fedprism.records.checkpoint import Checkpoints, Damaged
+from fedprism.records.checkpoint import Checkpoints
+from fedprism.records.manifest import Damaged
 from fedprism.records.metrics import METRICS
 from fedprism.records.read import RunRecord, read_run
 from fedprism.records.recorder import Recorder
@@ -47,7 +48,8 @@ class RunDirectory:
         self.config = config
         self._lock = lock
         self._recorder: Recorder | None = None
-        self._checkpoints = Checkpoints(path / "checkpoints", mapped=config.clients.state == "disk")
+        mapped = config.clients.state == "disk"
+        self._checkpoints = Checkpoints(path / "checkpoints", mapped, repairs=lock is not None)
 
     @classmethod
     def create(cls, path: str | Path, config: Config) -> RunDirectory:
@@ -69,6 +71,7 @@ class RunDirectory:
     def open(cls, path: str | Path, write: bool = False, expect: Config | None = None) -> RunDirectory:
         """Open a run to read, or with `write` to go on: that locks it and refuses an edited configuration."""
         path = Path(path)
+        runfile.refuse_links(path)
         recorded = runfile.recorded_config(path, runfile.read(path))
         if expect is not None:
             runfile.check_config(path, recorded, expect, "the one given")
@@ -81,7 +84,7 @@ class RunDirectory:
                     runfile.check_config(path, recorded, configuration.read(path / CONFIG), CONFIG)
                 else:  # the process was killed while it made the directory
                     _write_config(path, recorded)
-                for folder in (path, path / "checkpoints", path / "checkpoints" / "files"):
+                for folder in (path, *(path / name for name in runfile.FOLDERS)):
                     atomic.sweep(folder)
                 shutil.rmtree(path / STATES, ignore_errors=True)  # a killed run goes on from its checkpoint
             except BaseException:
@@ -108,25 +111,40 @@ class RunDirectory:
         """The folder for clients' states while the run goes on."""
         return self.path / STATES
 
-    def latest(self) -> Snapshot | None:
-        """The newest sound checkpoint, with a warning for each damaged one; None: begin with round 0."""
+    def latest(self, lost: list[str] | None = None) -> Snapshot | None:
+        """The newest sound checkpoint, with a warning for each damaged one; None: begin with round 0.
+
+        With a list `lost`, damaged states of clients do no harm: these clients are named there, and stand in the
+        checkpoint as if they had never trained.
+        """
         rounds = self._checkpoints.rounds()  # before the metrics, which are always ahead of it
         entries, damage = metrics.intact(self.path / METRICS)
         if damage and any(round >= len(entries) for round in rounds):
             raise RecordError(damage)
-        snapshot = self._checkpoints.newest(rounds, len(entries) - 1)
+        snapshot = self._checkpoints.newest(rounds, len(entries) - 1, lost)
         if snapshot is None and self._checkpoints.rounds() != rounds:
-            return self.latest()  # the run goes on and has replaced them all meanwhile
+            return self.latest(lost)  # the run goes on and has replaced them all meanwhile
         # Round 0 has a checkpoint before round 1 is recorded: without one, it has been lost.
         if snapshot is None and (rounds or len(entries) > 1):
+            damaged: list[str] = []
+            if lost is None and (usable := self._checkpoints.newest(rounds, len(entries) - 1, damaged)) is not None:
+                raise RecordError(
+                    f"{self.path} has no checkpoint that is whole. That of round {usable.round} lacks only the "
+                    f"{'state' if len(damaged) == 1 else 'states'} of {some(damaged)}. Restore "
+                    f"{self._checkpoints.folder} from a copy, or go on without: `fedprism resume {self.path} "
+                    "--reset-damaged` lets these clients begin anew, and records it."
+                )
             raise RecordError(
                 f"{self.path} had checkpoints, but none of them can be used: the run cannot be resumed. Restore "
                 f"{self._checkpoints.folder} from a copy, or delete {self.path} to start anew from round 0."
             )
         return snapshot
 
-    def best(self) -> Snapshot | None:
-        """The checkpoint of the best round by mean validation accuracy; the newest one where there is no such round."""
+    def best(self, lost: list[str] | None = None) -> Snapshot | None:
+        """The checkpoint of the best round by mean validation accuracy; the newest one where there is no such round.
+
+        With a list `lost`, damaged states of clients do no harm, as in `latest`.
+        """
         rounds = self._checkpoints.rounds()
         record = self.record()
         best = Best(record.moment)
@@ -135,32 +153,33 @@ class RunDirectory:
                 best.add(entry)
         if best.round is not None:
             try:
-                return self.at(best.round)
+                return self.at(best.round, lost)
             except RecordError as error:
                 if self._checkpoints.rounds() != rounds:
-                    return self.best()  # the run goes on and has a better one now
+                    return self.best(lost)  # the run goes on and has a better one now
                 warnings.warn(f"{error} The newest checkpoint is used instead.", RecordWarning, stacklevel=2)
-        return self.latest()
+        return self.latest(lost)
 
-    def at(self, round: int) -> Snapshot:
+    def at(self, round: int, lost: list[str] | None = None) -> Snapshot:
         """The checkpoint of one round: one of the last two, the best, or one of `run.keep_rounds`."""
         rounds = self._checkpoints.rounds()
         if round not in rounds:
             known = ", ".join(map(str, rounds)) or "none"
             raise RecordError(f"{self.path} has no checkpoint of round {round}; it has: {known}. See run.keep_rounds.")
         try:
-            return self._checkpoints.load(round)
+            return self._checkpoints.load(round, lost)
         except Damaged as damage:
             raise RecordError(f"the checkpoint of round {round} cannot be used: {damage}.") from None
 
-    def recorder(self, about: Mapping[str, Any] | None = None) -> Callback:
+    def recorder(self, about: Mapping[str, Any] | None = None, reset: Sequence[str] = ()) -> Callback:
         """The callback that records the run; its plan says after which checkpoint it goes on.
 
-        `about` is what `run.json` keeps about the run beside the plan, as it was when the run was begun.
+        `about` is what `run.json` keeps about the run beside the plan, as it was when the run was begun. `reset` names
+        clients that begin anew, because their states are lost.
         """
         if self._lock is None:
             raise RecordError(f"{self.path} was opened for reading; open it with write=True to record.")
-        self._recorder = Recorder(self.path, self._checkpoints, about or {})
+        self._recorder = Recorder(self.path, self._checkpoints, about or {}, reset)
         return self._recorder
 
     def record(self) -> RunRecord:

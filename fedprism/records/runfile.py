@@ -17,11 +17,17 @@ from fedprism import atomic
 from fedprism import config as configuration
 from fedprism.config import Config, Named
 from fedprism.errors import ConfigError, RecordError
+from fedprism.records.sealed import seal, unseal
 from fedprism.round.events import Plan
 
-FORMAT = 1
+FORMAT = 2
 NAME = "run.json"
 _LISTED = 20  # differences that an error message lists
+
+
+# What a run directory holds: its own files, none of which is a link.
+FOLDERS = ("checkpoints", "checkpoints/files", "checkpoints/copies", "states")
+FILES = (NAME, "config.yaml", "metrics.jsonl", "timings.jsonl", "classes.json", ".lock")
 
 
 class RecordWarning(UserWarning):
@@ -100,6 +106,19 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
+# --- the directory ---------------------------------------------------------------------------------------------------
+
+
+def refuse_links(path: Path) -> None:
+    """Refuse a run directory of which a part lies elsewhere: what is written or deleted there is not the run's."""
+    for name in (*FILES, *FOLDERS):
+        if (path / name).is_symlink():
+            raise RecordError(
+                f"{path / name} is a link. A run directory holds all of its files itself; nothing is read, written or "
+                "deleted through a link. If you trust it, put a copy of what it points to in its place."
+            )
+
+
 # --- the file --------------------------------------------------------------------------------------------------------
 
 
@@ -115,25 +134,27 @@ def read(path: Path) -> dict[str, Any]:
             f"{path} {there}; expected a directory that `fedprism run` or `fedprism compare` has written."
         )
     try:
-        info = json.loads((path / NAME).read_bytes())
-        found = info["format"]
+        data = atomic.read(path / NAME)
     except OSError as error:
         raise RecordError(f"{path / NAME} cannot be read: {error.strerror}.") from error
-    except (ValueError, KeyError, TypeError):
+    try:
+        info = unseal(data)
+    except ValueError as error:
         raise RecordError(
-            f"{path / NAME} is damaged; restore it from a copy, or delete {path} and run again."
+            f"{path / NAME} is damaged ({error}). Restore it from a copy; `fedprism fsck {path}` says what can be done "
+            "without one."
         ) from None
-    if found != FORMAT:
+    if info.get("format") != FORMAT:
         wrote = info.get("versions", {}).get("fedprism", "unknown")
         raise RecordError(
-            f"{path} has format {found}, written by fedprism {wrote}; fedprism {_version('fedprism')} reads format "
-            f"{FORMAT}. Use the version that wrote it, or another --out."
+            f"{path} has format {info.get('format')}, written by fedprism {wrote}; fedprism {_version('fedprism')} "
+            f"reads format {FORMAT}. Use the version that wrote it, or another --out."
         )
-    return dict(info)
+    return info
 
 
 def write(path: Path, info: Mapping[str, Any]) -> None:
-    atomic.write_json(path / NAME, info)
+    atomic.write(path / NAME, seal(info, indent=1))
 
 
 def recorded_config(path: Path, info: Mapping[str, Any]) -> Config:
