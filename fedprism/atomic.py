@@ -81,6 +81,14 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def holds(path: Path, checksum: str) -> bool:
+    """Is there a regular file with this checksum?"""
+    try:
+        return sha256(path) == checksum
+    except OSError:
+        return False
+
+
 def _opened(path: Path) -> int:
     try:
         descriptor = os.open(path, os.O_RDONLY | _NO_LINK | _NO_WAIT | _BINARY)

@@ -8,7 +8,7 @@ from importlib import import_module
 
 from fedprism.cli.app import app, main
 
-_FILES = ("train", "show", "learn", "check", "bench", "data")  # in the order of `fedprism --help`
+_FILES = ("train", "show", "fsck", "learn", "check", "bench", "data")  # in the order of `fedprism --help`
 
 for _file in _FILES:
     import_module(f"fedprism.cli.{_file}")

@@ -267,7 +267,7 @@ def _clear_demo(folder: Path, cells: Sequence[Cell]) -> None:
 
     from fedprism import atomic
     from fedprism.records import runfile
-    from fedprism.records.rundir import LOCK
+    from fedprism.records.locking import LOCK
 
     note = folder / _DEMO_NOTE
     if folder.exists() and not note.exists() and any(folder.iterdir()):

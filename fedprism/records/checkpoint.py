@@ -155,7 +155,7 @@ class Checkpoints:
         checksum = hashlib.sha256(data).hexdigest()
         path = self._file(checksum)
         # A file of that name from before this process may be damaged: trust its content, not its name.
-        if checksum not in self._sound and not _holds(path, checksum):
+        if checksum not in self._sound and not atomic.holds(path, checksum):
             atomic.write(path, data, sync=False)
         self._sound.add(checksum)
         self._named[name] = (state, checksum)
@@ -187,7 +187,7 @@ class Checkpoints:
                 if atomic.sha256(path) != checksum:
                     raise Damaged(f"{path} does not match its checksum")
         except Damaged as damage:
-            if not _holds(copy, checksum):
+            if not atomic.holds(copy, checksum):
                 raise
             warnings.warn(f"{damage}: its copy is used.", RecordWarning, stacklevel=2)
             if not self._repairs:
@@ -235,7 +235,7 @@ class Checkpoints:
         if shared:
             self.copies.mkdir(exist_ok=True)
         for checksum in shared - self._copied:
-            if _holds(self._file(checksum), checksum):  # else it is damaged already, as loading will say
+            if atomic.holds(self._file(checksum), checksum):  # else it is damaged already, as loading will say
                 atomic.write(self._copy(checksum), atomic.read(self._file(checksum)), sync=False, lasting=False)
                 self._copied.add(checksum)
         for checksum in self._copied - shared:
@@ -249,14 +249,6 @@ class Checkpoints:
         if known is None or signature is None or known[0] != signature:
             known = self._manifests[round] = (signature, read_manifest(self.folder, round))
         return known[1]
-
-
-def _holds(path: Path, checksum: str) -> bool:
-    """Is there a file with this content?"""
-    try:
-        return atomic.sha256(path) == checksum
-    except OSError:
-        return False
 
 
 def _signature(path: Path) -> tuple[int, int, int] | None:

@@ -131,7 +131,7 @@ def read_rounds(path: Path) -> list[dict[str, Any]]:
 
 def read_seconds(path: Path) -> dict[int, dict[str, float]]:
     """Round -> seconds by phase. Timings are no results: a line that cannot be read is skipped."""
-    entries = [_parse(line) for line in lines_of(path)]
+    entries = [timing_of(line) for line in lines_of(path)]
     return {entry["round"]: entry.get("seconds", {}) for entry in entries if entry is not None}
 
 
@@ -169,8 +169,8 @@ def _bytes(path: Path) -> bytes:
         raise RecordError(f"{path} cannot be read: {error.strerror}.") from error
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """The timings on a complete line; None for anything else."""
+def timing_of(line: bytes) -> dict[str, Any] | None:
+    """The round on a complete line of `timings.jsonl`; None for anything else."""
     try:
         entry = json.loads(line) if line.endswith(b"\n") else None
     except ValueError:
@@ -187,7 +187,7 @@ class Journal:
 
     def open(self, last: int) -> None:
         """Remove torn and unreadable lines and those after round `last` in one step, then open the file to append."""
-        lines = [(line, _parse(line)) for line in lines_of(self.path)]
+        lines = [(line, timing_of(line)) for line in lines_of(self.path)]
         kept = [line for line, entry in lines if entry is not None and entry["round"] <= last]
         if len(kept) < len(lines):
             atomic.write(self.path, b"".join(kept))

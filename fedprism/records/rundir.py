@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from fedprism import atomic
 from fedprism import config as configuration
@@ -27,6 +27,7 @@ from fedprism.config import Config
 from fedprism.errors import RecordError, some
 from fedprism.records import metrics, runfile
 from fedprism.records.checkpoint import Checkpoints
+from fedprism.records.locking import LOCK, locked
 from fedprism.records.manifest import Damaged
 from fedprism.records.metrics import METRICS
 from fedprism.records.read import RunRecord, read_run
@@ -36,7 +37,6 @@ from fedprism.records.standing import Best
 from fedprism.round.events import Callback, Snapshot
 
 CONFIG = "config.yaml"
-LOCK = ".lock"
 STATES = "states"
 
 
@@ -58,7 +58,7 @@ class RunDirectory:
         with atomic.reporting(str(path), "Nothing was begun; make room or choose another --out."):
             _refuse_used(path)
             path.mkdir(parents=True, exist_ok=True)
-            lock = _locked(path)
+            lock = locked(path)
             try:
                 _refuse_used(path)  # another process may have been faster
                 _write_first(path, config)
@@ -78,7 +78,7 @@ class RunDirectory:
         if not write:
             return cls(path, recorded)
         with atomic.reporting(str(path), "Nothing was changed; make room there and try again."):
-            lock = _locked(path)
+            lock = locked(path)
             try:
                 if (path / CONFIG).exists():
                     runfile.check_config(path, recorded, configuration.read(path / CONFIG), CONFIG)
@@ -200,21 +200,6 @@ class RunDirectory:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _locked(path: Path) -> FileLock:
-    lock = FileLock(path / LOCK, timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise RecordError(
-            f"{path} is being written by another process; wait until it has ended, stop it, or choose another --out."
-        ) from None
-    except NotImplementedError as error:
-        raise RecordError(
-            f"{path} lies on a file system that cannot lock files ({error}); choose another --out."
-        ) from None
-    return lock
 
 
 def _refuse_used(path: Path) -> None:

@@ -154,7 +154,12 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def write(path: Path, info: Mapping[str, Any]) -> None:
-    atomic.write(path / NAME, seal(info, indent=1))
+    atomic.write(path / NAME, packed(info))
+
+
+def packed(info: Mapping[str, Any]) -> bytes:
+    """The file as it is written."""
+    return seal(info, indent=1)
 
 
 def recorded_config(path: Path, info: Mapping[str, Any]) -> Config:

@@ -1,0 +1,287 @@
+"""Check every file of a run directory: what is damaged, what that costs, and what can still be done.
+
+`repair` does it. Whatever it replaces is moved into a folder `replaced-1`, `replaced-2`, ... of the run directory.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fedprism import atomic
+from fedprism import config as configuration
+from fedprism.config import Config
+from fedprism.errors import FedprismError, RecordError, some
+from fedprism.records import classes, metrics, runfile
+from fedprism.records.locking import LOCK, locked
+from fedprism.records.manifest import Damaged, Manifest, manifest_path, manifest_rounds, read_manifest
+from fedprism.records.read import rounds_done
+from fedprism.records.sealed import unseal
+
+CONFIG = "config.yaml"
+_PASSES = 4  # of repair: what one repairs shows what is left to do
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something in a run directory that is not as it was written."""
+
+    where: str  # the file, below the run directory
+    problem: str
+    remedy: str  # what can be done
+    repair: Callable[[], None] | None = None  # does it, where a program can
+
+
+@dataclass
+class Checkup:
+    """What `fsck` has found."""
+
+    findings: list[Finding] = field(default_factory=list)
+    verified: int = 0  # files that are as they were written
+    rounds: int = 0  # that can be read, from round 0 on
+    whole: list[int] = field(default_factory=list)  # rounds whose checkpoints are whole
+
+    @property
+    def verdict(self) -> str:
+        """What can be read, and from where the run can go on."""
+        read = f"{self.rounds} rounds can be read (0 to {self.rounds - 1})" if self.rounds else "No round can be read"
+        usable = [round for round in self.whole if round < self.rounds]
+        if usable:
+            return f"{read}. Checkpoints of rounds {_listed(usable)} are whole."
+        return f"{read}. No checkpoint of these rounds is whole."
+
+
+def fsck(path: Path) -> Checkup:
+    """Check a run directory. Nothing is changed, and no link is followed."""
+    if not path.is_dir():
+        raise RecordError(f"{path} is no folder; expected a run directory.")
+    if not any((path / name).exists() for name in (runfile.NAME, CONFIG, metrics.METRICS)):
+        raise RecordError(f"{path} is no run directory: it has neither {runfile.NAME} nor {metrics.METRICS}.")
+    return _Check(path).all()
+
+
+def repair(path: Path) -> tuple[Checkup, list[Finding]]:
+    """Do what can be done, and check again. Returns what is left, and what was repaired."""
+    done: list[Finding] = []
+    with atomic.reporting(str(path), "What was replaced so far lies in its folders replaced-...; make room there."):
+        if (path / LOCK).is_symlink():
+            _set_aside(path, path / LOCK)
+        lock = locked(path)
+        try:
+            found = fsck(path)
+            for _ in range(_PASSES):
+                repairable = [finding for finding in found.findings if finding.repair is not None]
+                for finding in repairable:
+                    finding.repair()  # type: ignore[misc]
+                done += repairable
+                found = fsck(path) if repairable else found
+        finally:
+            lock.release()
+    return found, done
+
+
+class _Check:
+    """One check of one directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.found = Checkup()
+
+    def all(self) -> Checkup:
+        self.check_kinds()
+        if any((self.path / name).is_symlink() for name in runfile.FOLDERS):
+            return self.found  # what lies there is not the run's
+        info = self.check_run_file()
+        if info is not None:
+            self.check_config(runfile.recorded_config(self.path, info))
+        self.check_checkpoints()
+        self.check_rounds(info)
+        self.check_timings()
+        self.check_classes()
+        return self.found
+
+    def add(self, file: Path, problem: str, remedy: str, repair: Callable[[], None] | None = None) -> None:
+        self.found.findings.append(Finding(str(file.relative_to(self.path)), problem, remedy, repair))
+
+    def set_aside(self, file: Path) -> None:
+        _set_aside(self.path, file)
+
+    def replace(self, file: Path, data: bytes) -> None:
+        """Set a file aside, where there is one, and write another in its place."""
+        self.set_aside(file)
+        file.parent.mkdir(exist_ok=True)
+        atomic.write(file, data)
+
+    def replace_by(self, file: Path, good: Path) -> None:
+        self.replace(file, atomic.read(good))
+
+    # --- what kind of file it is -------------------------------------------------------------------------------------
+
+    def check_kinds(self) -> None:
+        """Links, and other things that are neither files nor folders, or one in place of the other."""
+        folders = [self.path / name for name in runfile.FOLDERS]
+        real = [folder for folder in folders if folder.is_dir() and not folder.is_symlink()]
+        inside = [each for folder in real for each in folder.iterdir() if each not in folders]
+        for each in [*folders, *(self.path / name for name in runfile.FILES), *inside]:
+            wanted = stat.S_ISDIR if each in folders else stat.S_ISREG
+            if each.is_symlink() or (each.exists() and not wanted(each.lstat().st_mode)):
+                kind = "is a link" if each.is_symlink() else "is no folder" if each in folders else "is no regular file"
+                self.add(each, kind, "it is moved aside; what it points to stays", partial(self.set_aside, each))
+
+    # --- run.json and config.yaml ------------------------------------------------------------------------------------
+
+    def check_run_file(self) -> dict[str, Any] | None:
+        file = self.path / runfile.NAME
+        if _is_sealed(file):
+            self.found.verified += 1
+            return runfile.read(self.path)  # or an error: another version of fedprism has written it
+        try:
+            data = runfile.packed(runfile.first(configuration.read(self.path / CONFIG)))
+        except FedprismError:
+            self.add(file, _state_of(file), f"restore it from a copy: {CONFIG} cannot be read either")
+            return None
+        remedy = f"it is written again from {CONFIG}; `fedprism resume` adds the rest"
+        self.add(file, _state_of(file), remedy, lambda: self.replace(file, data))
+        return None
+
+    def check_config(self, recorded: Config) -> None:
+        file = self.path / CONFIG
+        try:
+            runfile.check_config(self.path, recorded, configuration.read(file), CONFIG)
+            self.found.verified += 1
+        except FedprismError:
+            problem = "is not the configuration that was run" if file.exists() else "is missing"
+            data = configuration.dump(recorded).encode()
+            self.add(file, problem, f"it is written again from {runfile.NAME}", lambda: self.replace(file, data))
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def check_checkpoints(self) -> None:
+        manifests: dict[int, Manifest] = {}
+        for round in manifest_rounds(self.checkpoints):
+            file = manifest_path(self.checkpoints, round)
+            try:
+                manifests[round] = read_manifest(self.checkpoints, round)
+                self.found.verified += 1
+            except Damaged:
+                remedy = "the checkpoint before it is used"
+                self.add(file, _state_of(file), remedy, partial(self.set_aside, file))
+        named: dict[str, list[int]] = {}
+        for round, manifest in manifests.items():
+            for checksum in manifest.files:
+                named.setdefault(checksum, []).append(round)
+        lost = [name for name, rounds in sorted(named.items()) if not self.check_state(name, shared=len(rounds) > 1)]
+        self.found.whole = [round for round, manifest in manifests.items() if manifest.files.isdisjoint(lost)]
+        for checksum in lost:
+            file = self.checkpoints / "files" / f"{checksum}.safetensors"
+            owners = [c for r in named[checksum] for c, name in manifests[r].clients.items() if name == checksum]
+            self.add(file, _state_of(file), self.without(owners, named[checksum]))
+
+    def check_state(self, checksum: str, shared: bool) -> bool:
+        """Whether a state is there, as a file or as its copy. Both should be, where several checkpoints name it."""
+        file, copy = (self.checkpoints / name / f"{checksum}.safetensors" for name in ("files", "copies"))
+        sound = [atomic.holds(each, checksum) for each in (file, copy)]
+        self.found.verified += sum(sound)
+        for bad, good, anyway in ((file, copy, True), (copy, file, shared)):
+            if (anyway or bad.exists()) and not sound[bad == copy] and sound[good == copy]:
+                remedy = f"it is replaced by its {'copy' if bad == file else 'original'}"
+                self.add(bad, _state_of(bad), remedy, partial(self.replace_by, bad, good))
+        return any(sound)
+
+    def without(self, owners: list[str], rounds: list[int]) -> str:
+        """What can be done without the state of these clients (none: of the server)."""
+        whose = f"the state of {some(dict.fromkeys(owners))}" if owners else "the server's state"
+        text = f"it is {whose} in the checkpoints of rounds {_listed(rounds)}: restore it from a copy"
+        if self.found.whole:
+            return f"{text}, or resume: the checkpoints of rounds {_listed(self.found.whole)} are whole"
+        return f"{text}, or go on without: `fedprism resume {self.path} --reset-damaged`" if owners else text
+
+    # --- rounds ------------------------------------------------------------------------------------------------------
+
+    def check_rounds(self, info: dict[str, Any] | None) -> None:
+        file = self.path / metrics.METRICS
+        try:
+            entries, damage = metrics.intact(file)
+        except RecordError:  # it cannot be read at all
+            entries, damage = [], "all of it"
+        last, reached = len(entries) - 1, rounds_done(self.path, info or {})
+        self.found.rounds = len(entries)
+        if not damage and last >= reached:
+            self.found.verified += file.exists()
+            return
+        ends = f"ends at round {last}" if entries else "has no round"
+        problem = f"is damaged at line {last + 2}" if damage else f"{ends}, but the run has got to round {reached}"
+        usable = [round for round in self.found.whole if round <= last]
+        again = f"the rounds after {usable[-1]}" if usable else "all rounds"
+        remedy = (
+            f"restore it from a copy; or --repair it, and `fedprism resume` computes {again} again, to the same bits"
+        )
+
+        def keep_what_is_whole() -> None:
+            if usable:
+                self.replace(file, b"".join(metrics.lines_of(file)[: len(entries)]))
+                later = [round for round in manifest_rounds(self.checkpoints) if round > last]
+                gone = [manifest_path(self.checkpoints, round) for round in later]
+            else:
+                gone = [self.path / name for name in (metrics.METRICS, metrics.TIMINGS, classes.NAME)]
+                gone.append(self.checkpoints)
+            for each in gone:
+                self.set_aside(each)
+            if info is not None:
+                self.replace(self.path / runfile.NAME, runfile.packed({**info, "status": "interrupted", "done": None}))
+
+        self.add(file, problem, remedy, keep_what_is_whole)
+
+    def check_timings(self) -> None:
+        file = self.path / metrics.TIMINGS
+        try:
+            lines = metrics.lines_of(file)
+        except RecordError:
+            return  # it is no regular file, which was said
+        good = [line for line in lines if metrics.timing_of(line) is not None]
+        self.found.verified += bool(lines)
+        if len(good) < len(lines):
+            odd = len(lines) - len(good)
+            remedy = "these are left out: timings are no results"
+            self.add(file, f"has {odd} lines that cannot be read", remedy, lambda: self.replace(file, b"".join(good)))
+
+    def check_classes(self) -> None:
+        file = self.path / classes.NAME
+        if not file.exists() or _is_sealed(file):
+            self.found.verified += file.exists()
+        else:
+            remedy = "it is moved aside: tables go on without balanced accuracy and F1"
+            self.add(file, _state_of(file), remedy, lambda: self.set_aside(file))
+
+
+def _set_aside(path: Path, file: Path) -> None:
+    """Move a file, a link or a folder of a run directory into a folder of what was replaced, if it is there."""
+    if not (file.exists() or file.is_symlink()):
+        return
+    number = 1
+    while (target := path / f"replaced-{number}" / file.relative_to(path)).exists() or target.is_symlink():
+        number += 1
+    target.parent.mkdir(parents=True, exist_ok=True)
+    file.rename(target)
+
+
+def _is_sealed(file: Path) -> bool:
+    """Is it as it was written?"""
+    try:
+        unseal(atomic.read(file))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _state_of(file: Path) -> str:
+    return "does not match its checksum" if file.exists() else "is missing"
+
+
+def _listed(rounds: list[int]) -> str:
+    return ", ".join(map(str, sorted(rounds)))

@@ -1,0 +1,344 @@
+"""Damaged, missing and foreign files in a run directory: what is lost, what is said, and what repairs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import fedprism as fp
+from fedprism.cli import app
+from fedprism.errors import FedprismError, RecordError
+from fedprism.records import RecordWarning, RoundRecord, RunDirectory, outcome, read_run
+from fedprism.round.events import Snapshot
+from tests.toy_records import (
+    CLIENTS,
+    DAMAGE,
+    checkpoints,
+    damage,
+    flip,
+    identical,
+    named_files,
+    newest_file,
+    results,
+    toy_config,
+    toy_run,
+)
+
+STATES = ["memory", "disk"]
+
+
+def call(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(each) for each in arguments])
+
+
+def fsck(path: Path, *options: str) -> tuple[int, str]:
+    found = call("fsck", path, *options)
+    return found.exit_code, found.output
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Toy runs, made once: a fresh copy of the one that is asked for."""
+    runs: dict[tuple[str, int | None], Path] = {}
+    copies = tmp_path_factory.mktemp("copies")
+
+    def copy(until: int | None = None, state: str = "memory") -> Path:
+        if (state, until) not in runs:
+            path = tmp_path_factory.mktemp("made") / "run"
+            runs[state, until] = toy_run(path, toy_config(state=state, checkpoint_every=1), until=until)
+        path = copies / f"{len(list(copies.iterdir()))}" / "run"
+        return Path(shutil.copytree(runs[state, until], path))
+
+    return copy
+
+
+def shared_file(path: Path) -> Path:
+    """A file that all kept checkpoints name: of a client that did not train in between."""
+    names = set.intersection(*(named_files(path, round) for round in checkpoints(path)[-2:]))
+    return path / "checkpoints" / "files" / min(names)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without warnings about what was damaged."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RecordWarning)
+        yield
+
+
+def states_of(path: Path) -> dict[str, Any]:
+    with RunDirectory.open(path) as directory:
+        snapshot = directory.latest()
+    assert snapshot is not None
+    return {name: state and {leaf: t.clone() for leaf, t in state.items()} for name, state in snapshot.clients.items()}
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_file_that_checkpoints_share_costs_nothing(made: Callable[..., Path], how: str, state: str) -> None:
+    straight, path = results(made(None, state)), made(5, state)
+    before, hurt = states_of(path), shared_file(path)
+    whole = hurt.read_bytes()
+    DAMAGE[how](hurt)
+    with pytest.warns(RecordWarning, match=f"{hurt.name}.*: its copy is used"):
+        after = states_of(path)
+    assert all(identical(after[name] or {}, before[name] or {}) for name in CLIENTS)
+    if how != "a folder in its place":
+        with pytest.warns(RecordWarning, match="its copy is used"), RunDirectory.open(path, write=True) as directory:
+            directory.latest()
+        assert hurt.read_bytes() == whole, "a run that goes on replaces it"
+        toy_run(path)
+        assert results(path) == straight
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_copies_take_no_more_room_than_checkpoints_without_sharing(tmp_path: Path, state: str) -> None:
+    path = toy_run(tmp_path / "run", toy_config(state=state, checkpoint_every=1, keep_rounds=(2, 4)))
+    files, copies = (path / "checkpoints" / name for name in ("files", "copies"))
+    size = {file.name: file.stat().st_size for file in files.iterdir()}
+    apart = sum(size[name] for round in checkpoints(path) for name in named_files(path, round))
+    assert sum(size.values()) + sum(file.stat().st_size for file in copies.iterdir()) <= apart
+    named = [named_files(path, round) for round in checkpoints(path)]
+    assert {file.name for file in copies.iterdir()} == {n for n in size if sum(n in each for each in named) > 1}
+    for copy in copies.iterdir():
+        assert not copy.samefile(files / copy.name), "a second name would be damaged with the first"
+
+
+class Stop(fp.Callback):
+    """Interrupts a run after a round."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def round(self, record: RoundRecord, snapshot: Snapshot) -> None:
+        if record.round == self.after:
+            raise KeyboardInterrupt
+
+
+def ditto(out: Path, state: str = "memory", callbacks: Sequence[fp.Callback] = ()) -> fp.Run:
+    """A small run whose clients store models, and whose best round is not the first state."""
+    federation = fp.make_federation("digits-skew", clients=3, seed=0, samples=40)
+    settings = [f"clients.state={state}", "run.engine=inprocess", "train.optimizer.lr=0.2", "train.epochs=3"]
+    return fp.train(federation, "ditto", "mlp", rounds=4, out=out, settings=settings, callbacks=callbacks)
+
+
+def lose(path: Path, client_id: str) -> None:
+    """Damage every file, and every copy, of one client."""
+    for manifest in (path / "checkpoints").glob("manifest-*.json"):
+        checksum = json.loads(manifest.read_text())["clients"][client_id]
+        for file in (path / "checkpoints").glob(f"*/{checksum}.safetensors") if checksum else ():
+            damage(file, flip)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_lost_client_costs_no_other(tmp_path: Path, state: str) -> None:
+    """On request it begins anew; the records and every table say so."""
+    path = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        ditto(path, state, [Stop(after=3)])
+    before = states_of(path)
+    lose(path, "plain")
+    with quietly(), pytest.raises(RecordError, match=r"lacks only the state of plain.*--reset-damaged"):
+        fp.resume(path)
+    code, text = fsck(path)
+    assert (code, "--reset-damaged" in text, "the state of plain in" in text) == (1, True, True)
+    with RunDirectory.open(path) as directory:
+        snapshot = directory.latest(lost := [])
+    assert lost == ["plain"]
+    assert snapshot is not None
+    assert snapshot.clients["plain"] is None
+    assert all(identical(snapshot.clients[n] or {}, before[n] or {}) for n in before if n not in lost)
+    done = fp.resume(path, reset_damaged=True)
+    assert done.status == "finished"
+    assert done.record.info["resumed"][-1]["reset"] == lost
+    assert "after round 3, plain began anew, the state being lost" in str(done.table())
+
+
+def test_models_of_the_other_clients_can_be_had(tmp_path: Path) -> None:
+    done = ditto(tmp_path / "run")
+    x = fp.make_federation("digits-skew", clients=3, seed=0, samples=40).clients["tinted"].test.x
+    expected = done.models["tinted"].predict(x)
+    lose(done.path, "plain")
+    again = fp.load(done.path)
+    assert (again.models["tinted"].predict(x) == expected).all()
+    with pytest.raises(RecordError, match=r"the state of client 'plain' in .* is damaged"):
+        again.models["plain"]
+
+
+# --- records ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("until", [None, 5])
+def test_rounds_that_are_missing_from_the_metrics_are_missed(made: Callable[..., Path], until: int | None) -> None:
+    """A finished run with fewer rounds on file would be shown, and compared, with other figures."""
+    path = made(until)
+    done = 7 if until is None else until
+    damage(path / "metrics.jsonl", lambda data: b"".join(data.splitlines(keepends=True)[:3]))
+    with pytest.raises(RecordError, match=f"metrics.jsonl ends at round 2, but the run has got to round {done}"):
+        read_run(path)
+    assert call("show", path).exit_code == 2
+
+
+def test_a_changed_bit_never_changes_a_table(made: Callable[..., Path]) -> None:
+    path, chance = made(), random.Random(0)
+    before = outcome(read_run(path))
+    for name in ("metrics.jsonl", "run.json", "classes.json"):
+        whole = (path / name).read_bytes()
+        for place in [*range(3), *(chance.randrange(len(whole)) for _ in range(40)), len(whole) - 2, len(whole) - 1]:
+            changed = bytearray(whole)
+            changed[place] ^= 1 << chance.randrange(8)
+            (path / name).write_bytes(changed)
+            with pytest.warns(RecordWarning) if name == "classes.json" else pytest.raises(RecordError):
+                found = outcome(read_run(path))
+                assert found.accuracy == before.accuracy
+                assert found.balanced == {}
+        (path / name).write_bytes(whole)
+    assert outcome(read_run(path)) == before
+
+
+def test_a_run_does_not_go_on_from_a_damaged_line(made: Callable[..., Path]) -> None:
+    path = made(5)
+    lines = (path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    changed = lines[1].replace(b'"north":101', b'"north":102')
+    assert changed != lines[1]
+    (path / "metrics.jsonl").write_bytes(b"".join([lines[0], changed, *lines[2:]]))
+    with pytest.raises(RecordError, match="line 2 of"):
+        toy_run(path)
+
+
+# --- links -----------------------------------------------------------------------------------------------------------
+
+
+def outside(tmp_path: Path) -> Path:
+    """Somebody's folder, with files of the names that a run deletes."""
+    folder = tmp_path / "precious"
+    folder.mkdir()
+    for name in (f"{'0' * 64}.safetensors", ".x.partial", "timings.jsonl", "manifest-000001.json"):
+        (folder / name).write_text("mine\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["checkpoints", "checkpoints/files", "checkpoints/copies", "states", "timings.jsonl", "metrics.jsonl", ".lock"],
+)
+def test_nothing_is_read_written_or_deleted_through_a_link(
+    tmp_path: Path, made: Callable[..., Path], name: str
+) -> None:
+    precious, path = outside(tmp_path), made(5)
+    there = path / name
+    if there.exists():
+        there.rename(tmp_path / "moved")
+    there.symlink_to(precious if "." not in name else precious / "timings.jsonl")
+    before = {file.name: file.read_bytes() for file in precious.iterdir()}
+    with pytest.raises(RecordError, match=f"{there} is a link"):
+        toy_run(path)
+    assert fsck(path)[0] == 1
+    assert fsck(path, "--repair")[0] in (0, 1)
+    assert not there.is_symlink()
+    assert {file.name: file.read_bytes() for file in precious.iterdir()} == before
+
+
+def test_a_file_with_a_second_name_elsewhere_is_not_appended_to(tmp_path: Path, made: Callable[..., Path]) -> None:
+    """As in a copy of a run that was made with hard links."""
+    path = made(5)
+    shutil.copytree(path, tmp_path / "copy", copy_function=os.link, ignore=shutil.ignore_patterns(".lock"))
+    before = {name: (tmp_path / "copy" / name).read_bytes() for name in ("metrics.jsonl", "timings.jsonl")}
+    toy_run(path)
+    assert {name: (tmp_path / "copy" / name).read_bytes() for name in before} == before
+
+
+def test_a_temporary_file_that_is_a_link_is_not_followed(tmp_path: Path, made: Callable[..., Path]) -> None:
+    path, victim = made(5), tmp_path / "victim"
+    victim.write_text("mine")
+    (path / ".run.json.partial").symlink_to(victim)
+    toy_run(path)
+    assert victim.read_text() == "mine"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes with names are of Unix")
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "timings.jsonl", "classes.json"])
+def test_a_pipe_in_place_of_a_record_does_not_hang(made: Callable[..., Path], name: str) -> None:
+    path = made(5)
+    (path / name).unlink()
+    os.mkfifo(path / name)
+    if name != "classes.json":
+        with pytest.raises(FedprismError, match="regular file" if name != "run.json" else "is not empty"):
+            toy_run(path)
+    code, text = fsck(path)
+    assert (code, f"{name} is no regular file" in text) == (1, True)
+
+
+# --- fsck ------------------------------------------------------------------------------------------------------------
+
+
+def newest_manifest(path: Path) -> Path:
+    return path / "checkpoints" / f"manifest-{checkpoints(path)[-1]:06d}.json"
+
+
+QUICK = {("a flipped bit", 5), ("missing", None)}  # the others take a minute
+PLACES = {
+    "run.json": lambda path: path / "run.json",
+    "config.yaml": lambda path: path / "config.yaml",
+    "metrics": lambda path: path / "metrics.jsonl",
+    "timings": lambda path: path / "timings.jsonl",
+    "classes": lambda path: path / "classes.json",
+    "manifest": newest_manifest,
+    "file": newest_file,
+    "shared file": shared_file,
+    "copy": lambda path: path / "checkpoints" / "copies" / shared_file(path).name,
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "until"),
+    [
+        pytest.param(how, until, marks=() if (how, until) in QUICK else pytest.mark.slow)
+        for how in DAMAGE
+        for until in (None, 5)
+    ],
+)
+@pytest.mark.parametrize("place", PLACES)
+def test_fsck_finds_damage_and_repairs_it(made: Callable[..., Path], place: str, how: str, until: int | None) -> None:
+    """What was whole is kept, and what was replaced; a run that goes on ends with the bits of one without damage."""
+    straight, path = results(made()), made(until)
+    assert fsck(path)[0] == 0
+    hurt = PLACES[place](path)
+    before = hurt.read_bytes()
+    DAMAGE[how](hurt)
+    after = hurt.read_bytes() if hurt.is_file() else None
+    code, text = fsck(path)
+    unseen = place == "timings" or (how, place) in {("missing", "classes"), ("missing", "manifest")}
+    unseen |= (how, place) in {("cut short", "config.yaml"), ("longer", "metrics")}  # a default, and a torn line
+    if code == 0:
+        assert unseen
+    else:
+        assert str(hurt.relative_to(path)) in text
+    fsck(path, "--repair")
+    code, text = fsck(path)
+    assert code == 0 or place == "file", text
+    kept = [each.read_bytes() for each in path.glob("replaced-*/**/*") if each.is_file()]
+    if after is not None and (not hurt.is_file() or hurt.read_bytes() != after):
+        assert after in kept
+    assert before not in kept or place == "metrics" or after == before
+    if until is None and read_run(path).status == "finished":
+        return
+    with quietly():
+        toy_run(path)
+    ended = results(path)
+    assert ended["metrics.jsonl"] == straight["metrics.jsonl"]
+    assert ended["classes.json"] == straight["classes.json"] or place == "classes"
+    assert ended["config.yaml"] == straight["config.yaml"] or unseen
