@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
 import re
 import shlex
@@ -23,6 +22,7 @@ from fedprism.cli.train import DEMO_METHODS
 from fedprism.config import Config, structure
 from fedprism.methods import METHODS
 from fedprism.records import RunDirectory, read_run
+from fedprism.records.sealed import seal, unseal
 
 pytestmark = pytest.mark.full
 
@@ -373,8 +373,8 @@ def test_show_formats_and_protocols(compared: Path) -> None:
 def test_show_names_a_bad_folder_and_shows_the_others(compared: Path, tmp_path: Path) -> None:
     shutil.copytree(compared / "local-0", tmp_path / "good" / "local-0")
     shutil.copytree(compared / "local-0", tmp_path / "bad" / "local-0")
-    info = json.loads((tmp_path / "bad" / "local-0" / "run.json").read_text())
-    (tmp_path / "bad" / "local-0" / "run.json").write_text(json.dumps({**info, "format": 99}))
+    bad = tmp_path / "bad" / "local-0" / "run.json"
+    bad.write_bytes(seal({**unseal(bad.read_bytes()), "format": 99}))
     result = call("show", tmp_path)
     assert result.exit_code == 2
     assert "format 99" in output_of(result)
