@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from fedprism.errors import RecordError
+from fedprism.files import NotAFile
 
 _SUFFIX = ".partial"
+_PROBE = 1 << 16  # bytes
 
 
 def write(path: Path, data: bytes, sync: bool = True, lasting: bool = True) -> None:
@@ -36,6 +40,20 @@ def write(path: Path, data: bytes, sync: bool = True, lasting: bool = True) -> N
         raise
     if sync:
         fsync(path.parent)
+
+
+def check_writable(path: Path) -> None:
+    """Raise before long work what writing this file after it would raise: make its folder, and write one beside it."""
+    if path.exists():
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
+            raise NotAFile(path, mode)  # it would be replaced, even the null device
+    path.parent.mkdir(parents=True, exist_ok=True)
+    probe = path.with_name(f".{path.name}.probe")
+    write(probe, bytes(_PROBE), sync=False)  # an empty file fits on a full disk
+    probe.unlink()
 
 
 def link(source: Path, path: Path) -> None:

@@ -66,6 +66,12 @@ class Results:
             rows.append(full)
         self.write()
 
+    def check_place(self) -> None:
+        """Refuse a place that cannot be written, before anything is measured."""
+        with atomic.reporting(str(self.path), "Choose another --out."):
+            for path in (self.path, self.path.with_suffix(".md")):
+                atomic.check_writable(path)
+
     def write(self) -> None:
         with atomic.reporting(str(self.path), "Choose another --out; what was measured so far is in it."):
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -101,6 +101,7 @@ def bench(
         check(asked, tuple(instead))
         path = place(out, asked.device, quick)
         results = Results(path, asked.device, quick)
+        results.check_place()
     with user_errors(again), Rows(stderr()) as rows:
         rows.note(f"{'Goes on with' if path.exists() else 'Writes'} {path}.")
         for measure in instead.values() or (measure_engines, measure_roofline):

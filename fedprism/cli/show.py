@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from fedprism import index
+from fedprism import atomic, index
 from fedprism.cli.app import LEARN, command
 from fedprism.cli.options import ProtocolOption, check_protocol
 from fedprism.cli.output import loading, print_message, print_table, print_text, stdout, user_errors
@@ -56,6 +56,9 @@ def show(
         groups = _find_runs(paths)
         if report is not None and len(groups) > 1:
             raise ConfigError(f"--report makes one page, but the runs lie in {len(groups)} folders; name one of them.")
+        if report is not None:
+            with atomic.reporting(str(report), "Choose another --report."):
+                atomic.check_writable(report)
     failed = 0
     for group in groups:
         try:
