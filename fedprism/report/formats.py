@@ -175,8 +175,8 @@ def html(grid: Grid) -> str:
 def csv_lines(rows: Iterable[Sequence[str]]) -> str:
     """Rows as CSV. A spreadsheet would run a text that begins like a formula: such a text gets an apostrophe in front.
 
-    >>> csv_lines([["=1+1", "-x", "-3.5", "a,b"]])
-    "'=1+1,'-x,-3.5,\"a,b\"\\n"
+    >>> print(csv_lines([["=1+1", "-x", "-3.5", "a,b"]]), end="")
+    '=1+1,'-x,-3.5,"a,b"
     """
     out = StringIO()
     csv.writer(out, lineterminator="\n").writerows([_csv_cell(escaped(text)) for text in row] for row in rows)
