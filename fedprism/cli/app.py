@@ -47,9 +47,8 @@ class _Stream(TextIOWrapper):
     """A standard stream in place of Python's. A letter that it lacks must not cost a result."""
 
     def __init__(self, replaced: TextIOWrapper) -> None:
-        encoding = replaced.encoding
-        how = {"line_buffering": replaced.line_buffering, "write_through": replaced.write_through}
-        super().__init__(replaced.detach(), encoding, "replace", **how)
+        encoding, by_line, at_once = replaced.encoding, replaced.line_buffering, replaced.write_through
+        super().__init__(replaced.detach(), encoding, "replace", line_buffering=by_line, write_through=at_once)
 
     def write(self, text: str) -> int:
         with self._writing():
