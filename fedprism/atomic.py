@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from fedprism.errors import RecordError
+from fedprism.files import BINARY, NO_LINK, NotAFile, open_regular, read_bytes
 
 _SUFFIX = ".partial"
-_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
-_NO_WAIT = getattr(os, "O_NONBLOCK", 0)  # for the other end of a pipe
-_BINARY = getattr(os, "O_BINARY", 0)
+_PROBE = 1 << 16  # bytes
 
 
 def write(path: Path, data: bytes, sync: bool = True, lasting: bool = True) -> None:
@@ -31,7 +30,7 @@ def write(path: Path, data: bytes, sync: bool = True, lasting: bool = True) -> N
     temporary = path.with_name(f".{path.name}{_SUFFIX}")
     try:
         temporary.unlink(missing_ok=True)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o666)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY, 0o666)
         try:
             write_all(descriptor, data)
             if lasting:
@@ -44,6 +43,20 @@ def write(path: Path, data: bytes, sync: bool = True, lasting: bool = True) -> N
         raise
     if sync:
         fsync(path.parent)
+
+
+def check_writable(path: Path) -> None:
+    """Raise before long work what writing this file after it would raise: make its folder, and write one beside it."""
+    if path.exists():
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
+            raise NotAFile(path, mode)  # it would be replaced, even the null device
+    path.parent.mkdir(parents=True, exist_ok=True)
+    probe = path.with_name(f".{path.name}.probe")
+    write(probe, bytes(_PROBE), sync=False)  # an empty file fits on a full disk
+    probe.unlink()
 
 
 def link(source: Path, path: Path) -> None:
@@ -71,13 +84,12 @@ def write_json(path: Path, value: Any) -> None:
 
 def read(path: Path) -> bytes:
     """The content of a regular file. A link is not followed: it may lead out of the run directory."""
-    with open(_opened(path), "rb") as file:
-        return file.read()
+    return read_bytes(path, follow=False)
 
 
 def sha256(path: Path) -> str:
-    """The checksum of a regular file, which is read piece by piece."""
-    with open(_opened(path), "rb") as file:
+    """The checksum of a regular file, which is read piece by piece. A link is not followed."""
+    with open_regular(path, follow=False) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -85,21 +97,8 @@ def holds(path: Path, checksum: str) -> bool:
     """Is there a regular file with this checksum?"""
     try:
         return sha256(path) == checksum
-    except OSError:
+    except (OSError, NotAFile):
         return False
-
-
-def _opened(path: Path) -> int:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | _NO_LINK | _NO_WAIT | _BINARY)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, "it is a link, which is not followed", str(path)) from None
-        raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    return descriptor
 
 
 def append_to(path: Path) -> int:
@@ -107,7 +106,7 @@ def append_to(path: Path) -> int:
     copy takes its place."""
     if path.exists() and path.stat().st_nlink > 1:
         write(path, read(path))
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _NO_LINK | _BINARY, 0o666)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | NO_LINK | BINARY, 0o666)
 
 
 def write_all(descriptor: int, data: bytes) -> None:

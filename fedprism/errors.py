@@ -42,3 +42,28 @@ def some(names: Iterable[str], between: str = ", ") -> str:
     names = list(names)
     rest = f"{between}and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return between.join(names[:NAMED]) + rest
+
+
+def escaped(text: str) -> str:
+    r"""A text on one line, its control and invisible characters written out.
+
+    >>> escaped("north\x1b]0;title\r\u202e")
+    'north\\x1b]0;title\\r\\u202e'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def escaped_lines(text: str) -> str:
+    """The same of each line of a text; its newlines stay."""
+    return "\n".join(map(escaped, text.split("\n")))
+
+
+def printable(text: str, most: int = 300) -> str:
+    r"""A text without control characters, cut where it is too long.
+
+    >>> printable("fc1\x1b[31m is not finite"), printable("w" * 999, most=5)
+    ('fc1\\x1b[31m is not finite', 'wwwww...')
+    """
+    return escaped(text if len(text) <= most else text[:most] + "...")

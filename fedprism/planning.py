@@ -89,6 +89,8 @@ def _models_in_folders(config: Config) -> dict[str, Any]:
 def directory_of(config: Config, name: str, out: str | Path | None, method: Method | None = None) -> Path:
     """Where a run is written: `out`, or `run.out` with {config}, {method} and {seed} filled in."""
     pattern = str(out) if out is not None else config.run.out
+    if "\0" in pattern:
+        raise ConfigError(f"run.out is {pattern!r}; a path cannot hold a null character.")
     try:
         return Path(pattern.format(config=name, method=(method or make(config.method)).id, seed=config.seed))
     except (KeyError, IndexError, ValueError, AttributeError):

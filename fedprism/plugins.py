@@ -80,10 +80,9 @@ class Plugins(Registry[type[T]], Generic[T]):
 
     def _from_file(self, name: str) -> type[T]:
         path, _, wanted = name.rpartition(":") if ".py:" in name else (name, "", "")
-        file = Path(path).resolve()
-        if not file.is_file():
+        if not Path(path).is_file():
             raise ConfigError(f"there is no file {path!r} to take the {self.kind} {wanted or '?'} from.")
-        module = _module_of(file, path)
+        module = _module_of(Path(path).resolve(), path)
         classes = {
             n: c
             for n, c in vars(module).items()

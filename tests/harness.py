@@ -520,6 +520,7 @@ def record(
 # A part of the package imports what stands to its left.
 ORDER = [
     "errors",
+    "files",
     "atomic",
     "keys",
     "registry",

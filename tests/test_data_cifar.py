@@ -269,7 +269,7 @@ GOOD = {"data": PIXELS, "labels": [1, 2, 3]}
         (b"(U\x04datacnumpy.core.multiarray\n_reconstruct\n)Rd.", r"."),
         (b"(U\x04datacnumpy.core.multiarray\n_reconstruct\n)RK\x01bd.", r"."),
         (b"cnumpy\nndarray\n}b.", r"."),
-        (b"\x80\x04\x8e" + struct.pack("<Q", 2**60) + b"x.", r"more memory than there is"),
+        (b"\x80\x04\x8e" + struct.pack("<Q", 2**60) + b"x.", r"it ends too early"),
         (b"\x80\x02Nr" + struct.pack("<I", 2**32 - 1) + b".", r"it holds no array `data`"),
         (b"I" + b"9" * 6000 + b"\n.", r"."),
         (b"", r"."),

@@ -18,6 +18,7 @@ from fedprism import atomic
 from fedprism.bench.machine import machine, moment, slug
 from fedprism.bench.tables import page
 from fedprism.errors import RecordError
+from fedprism.files import NotAFile, read_bytes
 
 FORMAT = 2
 SECTIONS = ("engines", "options", "workers", "growth", "roofline")
@@ -65,6 +66,12 @@ class Results:
             rows.append(full)
         self.write()
 
+    def check_place(self) -> None:
+        """Refuse a place that cannot be written, before anything is measured."""
+        with atomic.reporting(str(self.path), "Choose another --out."):
+            for path in (self.path, self.path.with_suffix(".md")):
+                atomic.check_writable(path)
+
     def write(self) -> None:
         with atomic.reporting(str(self.path), "Choose another --out; what was measured so far is in it."):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,11 +82,11 @@ class Results:
 def read(path: Path) -> dict[str, Any]:
     """Read a file of results; refuse any other file."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(read_bytes(path))
         if raw["format"] != FORMAT or not {*MACHINE, "versions"} <= raw["machine"].keys():
             raise KeyError("format")
         raw["quick"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, NotAFile) as error:
         raise RecordError(f"{path} is not a file of `fedprism bench` ({error}); choose another --out.") from None
     return dict(raw)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from io import TextIOWrapper
 from typing import Annotated, TypeVar
@@ -29,10 +32,59 @@ app.add_typer(data_app, name="data", rich_help_panel=LEARN, help="Datasets: list
 
 def main() -> None:
     """The entry point of the installed command."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that lacks some letter must not cost a result
-    app()
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout = _Output(sys.stdout)
+    if isinstance(sys.stderr, TextIOWrapper):
+        sys.stderr = _Messages(sys.stderr)
+    try:
+        app()
+    finally:
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where a failure has an exit code, and not when the interpreter ends
+
+
+class _Stream(TextIOWrapper):
+    """A standard stream in place of Python's. A letter that it lacks must not cost a result."""
+
+    def __init__(self, replaced: TextIOWrapper) -> None:
+        encoding, by_line, at_once = replaced.encoding, replaced.line_buffering, replaced.write_through
+        super().__init__(replaced.detach(), encoding, "replace", line_buffering=by_line, write_through=at_once)
+
+    def write(self, text: str) -> int:
+        with self._writing():
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._writing():
+            super().flush()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            with suppress(OSError):  # what is left goes nowhere: it would fail again when the interpreter ends
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            self._failed(error)
+
+    def _failed(self, error: OSError) -> None:
+        raise NotImplementedError
+
+
+class _Output(_Stream):
+    """Standard output: a command that cannot write it ends, quietly where its reader has gone."""
+
+    def _failed(self, error: OSError) -> None:
+        if error.errno != errno.EPIPE:
+            print(f"error: standard output could not be written: {error.strerror}.", file=sys.stderr)
+        raise SystemExit(1)
+
+
+class _Messages(_Stream):
+    """Standard error: nobody can be told that it cannot be written, and a run must not end for that."""
+
+    def _failed(self, error: OSError) -> None: ...
 
 
 def command(panel: str | None, name: str | None = None, to: typer.Typer = app) -> Callable[[Command], Command]:

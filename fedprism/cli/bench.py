@@ -12,7 +12,7 @@ from rich.text import Text
 
 from fedprism.cli.app import LEARN, command
 from fedprism.cli.options import parse_names
-from fedprism.cli.output import loading, print_next_steps, stderr, stdout, user_errors
+from fedprism.cli.output import loading, print_next_steps, print_text, stderr, stdout, user_errors
 
 
 @command(LEARN)
@@ -101,6 +101,7 @@ def bench(
         check(asked, tuple(instead))
         path = place(out, asked.device, quick)
         results = Results(path, asked.device, quick)
+        results.check_place()
     with user_errors(again), Rows(stderr()) as rows:
         rows.note(f"{'Goes on with' if path.exists() else 'Writes'} {path}.")
         for measure in instead.values() or (measure_engines, measure_roofline):
@@ -111,5 +112,5 @@ def bench(
         if shown.is_terminal:
             shown.print(fitting(title, grid))
         else:
-            typer.echo(str(grid))
+            print_text(str(grid))
     print_next_steps(("figures", str(results.path)), ("the tables", str(results.path.with_suffix(".md"))))

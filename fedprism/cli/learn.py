@@ -22,6 +22,7 @@ from fedprism.cli.app import LEARN, command
 from fedprism.cli.output import loading, stdout, user_errors
 from fedprism.config import Config, ModelConfig
 from fedprism.errors import ConfigError
+from fedprism.files import read_text
 
 if TYPE_CHECKING:
     from fedprism.explain import Counted
@@ -140,7 +141,7 @@ def _experiments() -> Listed:
 
 def _about(file: Path) -> str:
     """What a configuration says about itself: its second line, up to the first colon."""
-    lines = file.read_text(encoding="utf-8").splitlines()[1:2]
+    lines = read_text(file).splitlines()[1:2]
     return lines[0].removeprefix("# ").partition(":")[0] if lines and lines[0].startswith("# ") else ""
 
 

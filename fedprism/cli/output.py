@@ -1,19 +1,21 @@
-"""What commands print, and how errors are shown."""
+"""What commands print, and how errors are shown. No name can bring a control character to the terminal."""
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.text import Text
 
-from fedprism.errors import FedprismError
+from fedprism.errors import FedprismError, escaped_lines, printable
 
 if TYPE_CHECKING:
     from fedprism.inspection.clients import ClientTable
@@ -21,12 +23,25 @@ if TYPE_CHECKING:
     from fedprism.report.table import Table
 
 
+class _Console(Console):
+    """Writes the control characters of texts out; its own, for colours and progress, stay."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(escaped_lines(segment.text), segment.style)
+
+
 def stdout() -> Console:
-    return Console()
+    return _Console()
 
 
 def stderr() -> Console:
-    return Console(stderr=True)
+    return _Console(stderr=True)
+
+
+def print_text(text: str, end: str = "\n") -> None:
+    """A text as it is, such as a table for a file."""
+    typer.echo(escaped_lines(text) + end, nl=False)
 
 
 def print_message(text: str, style: str) -> None:
@@ -48,7 +63,7 @@ def print_table(table: Table | Grid | ClientTable) -> None:
     if out.is_terminal:
         out.print(table)
     else:
-        typer.echo(str(table))
+        print_text(str(table))
 
 
 @contextmanager
@@ -67,6 +82,12 @@ def user_errors(interrupted: str = "", begun: Path | None = None) -> Iterator[No
             yield
     except FedprismError as error:
         print_message(f"error: {error}", "red")
+        raise typer.Exit(2) from None
+    except OSError as error:
+        if error.filename is None:  # no path of the user's
+            raise
+        where = printable(os.fsdecode(error.filename))
+        print_message(f"error: {where} cannot be used: {error.strerror}. Name another path, or repair this one.", "red")
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         nothing = begun is not None and not begun.exists()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, Task, TaskID, TextColumn
 from rich.progress import Progress as Bar
 from rich.text import Text
@@ -90,9 +91,7 @@ class Progress(Callback):
             self.console.print(Text(f"{self._name()} diverged in round {self._round}.", style="yellow"))
         elif not self.console.is_terminal and status == "finished":
             figures = f", {self._accuracy}" if self._accuracy else ""
-            self.console.print(
-                f"{self._name()}: {self._round} rounds{figures}, {took:.0f} s", highlight=False, soft_wrap=True
-            )
+            self.console.print(Text(f"{self._name()}: {self._round} rounds{figures}, {took:.0f} s"), soft_wrap=True)
 
     def seconds_left(self) -> float | None:
         """Seconds that this run and the waiting ones still need; None before the first round is done."""
@@ -114,7 +113,7 @@ class Progress(Callback):
         left = self._plan.rounds - self._round + self._rounds * len(self._waiting)
         self._bar.update(
             self._task,
-            description=self._name(),
+            description=escape(self._name()),  # a name may have brackets
             total=self._done + left,
             completed=self._done,
             round=f"round {self._round}/{self._plan.rounds}{within}",

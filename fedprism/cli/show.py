@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from fedprism import index
+from fedprism import atomic, index
 from fedprism.cli.app import LEARN, command
 from fedprism.cli.options import ProtocolOption, check_protocol
-from fedprism.cli.output import loading, print_message, print_table, stdout, user_errors
+from fedprism.cli.output import loading, print_message, print_table, print_text, stdout, user_errors
 from fedprism.errors import ConfigError, RecordError
 
 if TYPE_CHECKING:
@@ -56,6 +56,9 @@ def show(
         groups = _find_runs(paths)
         if report is not None and len(groups) > 1:
             raise ConfigError(f"--report makes one page, but the runs lie in {len(groups)} folders; name one of them.")
+        if report is not None:
+            with atomic.reporting(str(report), "Choose another --report."):
+                atomic.check_writable(report)
     failed = 0
     for group in groups:
         try:
@@ -75,7 +78,7 @@ def show(
                 _print_details(records[0], protocol)
         else:
             texts = {"markdown": result.markdown, "latex": result.latex, "csv": result.csv, "html": result.html}
-            typer.echo(texts[form](), nl=form is TableFormat.html)
+            print_text(texts[form](), end="\n" if form is TableFormat.html else "")
     if report is not None and not failed:
         print_message(f"wrote {report}", "")
     if failed:
@@ -127,7 +130,7 @@ def _print_details(record: RunRecord, protocol: str | None) -> None:
         stdout().print(Text("\nmodels", style="bold"))
         print_table(different)
     for name, value in record.decided.items():
-        typer.echo(f"\n{name}: {value}")
+        print_text(f"\n{name}: {value}")
     if (done := transforms([record])) is not None:
         stdout().print(Text("\ntransforms of uploads", style="bold"))
         print_table(done)

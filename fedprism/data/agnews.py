@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, cast
 
 import numpy as np
 import torch
@@ -26,12 +27,14 @@ from fedprism.data.cache import Arrays, ArrayWriter, converted
 from fedprism.data.places import root_of
 from fedprism.data.sources import looking, missing
 from fedprism.errors import ConfigError, DataError
+from fedprism.files import open_regular, read_most
 
 NAME = "agnews"
 CLASSES = ("World", "Sports", "Business", "Sci-Tech")  # published as Sci/Tech, which cannot be a file's name
 SPLITS = ("train", "test")
 TEST_SHARE = 0.25  # FedCP's, where train and test are merged
 MAX_LENGTH = 10_000  # largest `length` option; the longest texts have a few hundred tokens
+MAX_BYTES = 256 << 20  # of a file, unpacked; the published training texts have 29 MB
 VERSION = 1  # of the conversion
 
 WITH_OPTIONS.add(NAME)
@@ -109,7 +112,7 @@ def _files(root: Path) -> list[Path]:
 def _read(path: Path) -> tuple[NDArray[np.int64], list[str]]:
     """The labels, counted from 0, and the texts of one file."""
     content = _content(path)
-    compact = path.suffix == ".gz"
+    compact = _packed(path)
     columns = 2 if compact else 3
     labels, texts = [], []
     rows = csv.reader(io.StringIO(content, newline=""))
@@ -132,11 +135,15 @@ def _read(path: Path) -> tuple[NDArray[np.int64], list[str]]:
     return np.array(labels, dtype=np.int64), texts
 
 
+def _packed(path: Path) -> bool:
+    return path.suffix == ".gz"
+
+
 def _content(path: Path) -> str:
     try:
-        raw = path.read_bytes()
-        raw = gzip.decompress(raw) if path.suffix == ".gz" else raw
-    except (OSError, EOFError, zlib.error) as error:
+        with open_regular(path) as stored, cast(IO[bytes], gzip.open(stored) if _packed(path) else stored) as file:
+            raw = read_most(file, MAX_BYTES)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {error}.") from None
     try:
         return raw.decode("utf-8-sig")

@@ -23,6 +23,7 @@ from typing import IO, Any, NamedTuple, cast
 from fedprism import atomic
 from fedprism.data.download import BLOCK, MAX_BYTES, Report, silent, writing
 from fedprism.errors import DataError
+from fedprism.files import NotAFile, open_regular, read_bytes
 
 MAX_FILES = 500_000  # files in an archive
 HEADER = 64 << 20  # bytes read from an archive at once
@@ -114,8 +115,8 @@ def _files_in(folder: Path, tops: Sequence[str]) -> int:
 
 def _unpacked(path: Path) -> dict[str, Any]:
     try:
-        note = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        note = json.loads(read_bytes(path))
+    except (OSError, ValueError, NotAFile):
         return {}
     return note if isinstance(note, dict) and {"done", "tops", "keep", "files"} <= note.keys() else {}
 
@@ -186,7 +187,7 @@ _TARS: dict[bytes, Callable[[Path], Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2
 
 
 def _members(archive: Path, target: Path) -> Iterator[_Member]:
-    with archive.open("rb") as file:
+    with open_regular(archive) as file:
         head = file.read(512)
     if head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         yield from _zip_members(archive)
@@ -234,6 +235,8 @@ def _zip_members(archive: Path) -> Iterator[_Member]:
                 raise _strange(archive, info.filename, "a link" if kind == stat.S_IFLNK else "a device or pipe")
             if info.flag_bits & 1:
                 raise BadArchive(f"{archive}: {info.filename[:200]!r} is encrypted.")
+            if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # Python unpacks others unbounded
+                raise BadArchive(f"{archive}: {info.filename[:200]!r} is packed in another way than deflate.")
 
             def opened(info: zipfile.ZipInfo = info) -> IO[bytes]:
                 return file.open(info)

@@ -11,11 +11,12 @@ The first one found is used. Pickles may contain arrays and plain values only: n
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from fedprism.data.packed import mosaic
 from fedprism.data.parts import Pixels, RawSplit, checked, cut, damaged, fill, reading
 from fedprism.data.places import root_of
 from fedprism.data.sources import looking, missing
+from fedprism.files import open_regular, read_bytes
 
 VERSION = 1
 SIDE = 32
@@ -166,7 +168,8 @@ def _binary(path: Path, columns: Sequence[Column], is_test: bool) -> RawSplit:
         size = path.stat().st_size
         if not size or size % record:
             raise damaged(path, f"it has {size} bytes; expected a multiple of {record}")
-        records = np.memmap(path, dtype=np.uint8, mode="r", shape=(size // record, record))
+        with open_regular(path) as file:
+            records = np.memmap(file, dtype=np.uint8, mode="r", shape=(size // record, record))
     labels = {
         column.name: checked(path, column.pickled, records[:, i], 0, column.values - 1)
         for i, column in enumerate(columns)
@@ -185,8 +188,8 @@ def _planes(rows: Pixels) -> Iterator[Pixels]:
 
 def _pickled(path: Path, columns: Sequence[Column], is_test: bool) -> RawSplit:
     """A pickled dictionary of `data` [n, 3072] and lists of labels."""
-    with reading(path, pickle.UnpicklingError, AttributeError), path.open("rb") as file:
-        raw = _PlainUnpickler(file, encoding="bytes").load()
+    with reading(path, pickle.UnpicklingError, AttributeError):
+        raw = _PlainUnpickler(read_bytes(path)).load()
         batch = {_text(key): value for key, value in raw.items()} if isinstance(raw, dict) else {}
     data = batch.get("data")
     if not isinstance(data, _Array):
@@ -206,7 +209,34 @@ def _pickled(path: Path, columns: Sequence[Column], is_test: bool) -> RawSplit:
 
 
 class _PlainUnpickler(pickle._Unpickler):  # in Python: the one in C allocates as much memory as a file claims
-    """Loads plain values and arrays and refuses all else; numpy's own unpickling is not used."""
+    """Loads plain values and arrays and refuses all else; numpy's own unpickling is not used.
+
+    What it makes cannot be much larger than the content: a size that is claimed is cut to what is there (reading from a
+    file would reserve it first), and nothing is copied again and again.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(io.BytesIO(content), encoding="bytes")
+        self._left = len(content)  # bytes that `_codecs.encode` may still make
+
+    def _begin_dict(self) -> None:
+        self.append(_Named())  # type: ignore[attr-defined]
+
+    def _begin_old_dict(self) -> None:
+        if self.pop_mark():  # type: ignore[attr-defined]
+            self._refuse()
+        self._begin_dict()
+
+    def _refuse(self) -> None:
+        raise pickle.UnpicklingError("it holds something else than arrays, lists, numbers and texts by name")
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        **pickle._Unpickler.dispatch,
+        pickle.EMPTY_DICT[0]: _begin_dict,
+        pickle.DICT[0]: _begin_old_dict,
+        pickle.BYTEARRAY8[0]: _refuse,  # it is made in the size that is claimed
+        **dict.fromkeys((pickle.EMPTY_SET[0], pickle.ADDITEMS[0], pickle.FROZENSET[0]), _refuse),
+    }
 
     def find_class(self, module: str, name: str) -> Any:
         known = f"{module}.{name}".replace("numpy._core.", "numpy.core.")
@@ -217,8 +247,23 @@ class _PlainUnpickler(pickle._Unpickler):  # in Python: the one in C allocates a
         if known == "numpy.ndarray":
             return None  # only passed to _reconstruct
         if known == "_codecs.encode":  # how Python 3 writes bytes for Python 2
-            return lambda text, _: str.encode(text, "latin-1")
+            return self._encode
         raise pickle.UnpicklingError(f"it names {module}.{name}, and only arrays and plain values are read")
+
+    def _encode(self, text: str, _: object) -> bytes:
+        self._left -= len(text)
+        if self._left < 0:
+            raise pickle.UnpicklingError("it encodes more text than it holds")
+        return str.encode(text, "latin-1")
+
+
+class _Named(dict[Any, Any]):
+    """A dictionary with texts as keys: to hash tuples in tuples may take for ever."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if not isinstance(key, str | bytes):
+            raise pickle.UnpicklingError(f"one of its keys is a {type(key).__name__}; expected a text")
+        super().__setitem__(key, value)
 
 
 class _DType:

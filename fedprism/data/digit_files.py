@@ -5,19 +5,21 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import math
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, cast
 
 import numpy as np
 
 from fedprism.data.matfile import variables
 from fedprism.data.parts import PIECE, Pixels, RawSplit, checked, cut, damaged, reading
 from fedprism.data.pictures import read_picture
+from fedprism.files import DEFLATE, open_regular, read_most, read_text
 
 UBYTE = 8  # IDX's code for unsigned bytes
 MAX_IMAGES, MAX_SIDE = 10_000_000, 256  # images per file and pixels per side, checked before memory is allocated
@@ -48,6 +50,9 @@ def idx(images: Path, labels: Path, is_test: bool) -> RawSplit:
         if shape[0] != len(digits):
             raise damaged(images, f"it has {shape[0]} images, but {labels.name} has {len(digits)} labels")
         _check_side(images, *shape[1:])
+        most = images.stat().st_size * (DEFLATE if images.suffix == ".gz" else 1)
+        if math.prod(shape) > most:  # the disk space for all of them is reserved before they are read
+            raise damaged(images, f"it says that it has {shape[0]} images, more than a file of its size can hold")
     return RawSplit({"labels": checked(labels, "labels", digits, 0, 9)}, is_test, partial(_idx_pixels, images))
 
 
@@ -66,7 +71,7 @@ def _idx_pixels(path: Path) -> Iterator[Pixels]:
 @contextmanager
 def _idx(path: Path, dimensions: int) -> Iterator[tuple[IO[bytes], tuple[int, ...]]]:
     """An IDX file of unsigned bytes, open after its header, and the shape in the header."""
-    with cast(IO[bytes], gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")) as file:
+    with open_regular(path) as stored, cast(IO[bytes], gzip.open(stored) if path.suffix == ".gz" else stored) as file:
         head = file.read(4 + 4 * dimensions)
         if head[:4] != bytes([0, 0, UBYTE, dimensions]) or len(head) < 4 + 4 * dimensions:
             raise damaged(path, f"it is no IDX file of unsigned bytes with {dimensions} dimension(s)")
@@ -113,14 +118,19 @@ def _mat_pixels(path: Path) -> Iterator[Pixels]:
 # --- LIBSVM's text ---------------------------------------------------------------------------------------------------
 
 USPS_SIDE = 16
+MAX_TEXT, MAX_LINES = 128 << 20, 100_000  # published: 20 MB in 7,291 lines
 
 
 def libsvm(path: Path, is_test: bool) -> RawSplit:
     """USPS: one image per line, `label 1:value 2:value ...`; labels 1 to 10 are the digits 0 to 9, values -1 to 1."""
     from sklearn.datasets import load_svmlight_file
 
-    with reading(path), (bz2.open if path.suffix == ".bz2" else open)(path, "rb") as file:
-        values, labels = load_svmlight_file(cast(Any, file), n_features=USPS_SIDE**2, zero_based=False)
+    with reading(path), open_regular(path) as stored:
+        with cast(IO[bytes], bz2.open(stored) if path.suffix == ".bz2" else stored) as file:
+            content = read_most(file, MAX_TEXT)
+        if content.count(b"\n") > MAX_LINES:
+            raise damaged(path, f"it has more than {MAX_LINES:,} lines, the most that are read")
+        values, labels = load_svmlight_file(io.BytesIO(content), n_features=USPS_SIDE**2, zero_based=False)
     values = values.toarray()
     if len(values) and not np.abs(values).max() <= 1:
         raise damaged(path, f"its values lie between {values.min():g} and {values.max():g}; expected -1 to 1")
@@ -136,7 +146,7 @@ def listed(labels: Path, folder: Path, side: int, is_test: bool) -> RawSplit:
     """MNIST-M: `labels` has lines such as `00000001.png 7`; the images are in `folder` and resized to `side`."""
     names, digits = [], []
     with reading(labels):
-        for number, line in enumerate(labels.read_text(encoding="utf-8").splitlines(), start=1):
+        for number, line in enumerate(read_text(labels).splitlines(), start=1):
             words = line.split()
             if len(words) != 2 or not words[1].isascii() or not words[1].isdigit() or Path(words[0]).name != words[0]:
                 raise damaged(labels, f"line {number} is {line[:80]!r}; expected a file's name and a digit")

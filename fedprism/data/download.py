@@ -28,6 +28,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from fedprism import atomic
 from fedprism.errors import DataError
+from fedprism.files import NotAFile, open_regular, read_bytes
 
 Report = Callable[[int, int | None], None]  # called with the bytes so far and the total (None: unknown)
 
@@ -70,7 +71,7 @@ def byte_bar(label: str, console: Console) -> Iterator[Report]:
 def digest(path: Path, kind: str = "sha256", report: Report = silent) -> str:
     """A file's checksum, written as `md5:...` or `sha256:...`."""
     total, done, checksum = path.stat().st_size, 0, hashlib.new(kind, usedforsecurity=False)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while block := file.read(BLOCK):
             checksum.update(block)
             done += len(block)
@@ -179,8 +180,8 @@ class _PartialFile:
     def metadata(self) -> dict[str, Any]:
         """The address, ETag, date and size at the start of the download; empty if unknown."""
         try:
-            metadata = json.loads(self.note.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            metadata = json.loads(read_bytes(self.note))
+        except (OSError, ValueError, NotAFile):
             return {}
         return metadata if isinstance(metadata, dict) else {}
 
@@ -385,10 +386,10 @@ class Checksums:
         self.files: dict[str, dict[str, Any]] = {}
         if self.path.exists():
             try:
-                raw = json.loads(self.path.read_text(encoding="utf-8"))
+                raw = json.loads(read_bytes(self.path))
                 self.files = {str(key): dict(value) for key, value in raw["files"].items()}
                 fine = all(CHECKSUM.fullmatch(value["checksum"]) for value in self.files.values())
-            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, NotAFile):
                 fine = False
             if not fine:
                 raise DataError(

@@ -11,7 +11,9 @@ the client's model.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -63,9 +65,9 @@ def folder(config: DataConfig, seed: int) -> Dataset:
     root, options = parse(config.name, config.root)
     try:
         items, labels = _list(root)
+        _check_content(root, items, labels)
     except OSError as error:
         raise DataError(f"{error.filename or root} cannot be listed: {error.strerror or error}.") from None
-    _check_content(root, items, labels)
     images, failed = _read(items, side(config, SIDE), options.background)
     if failed:
         _report_unreadable(root, items, failed, options)
@@ -194,7 +196,7 @@ def _one_layout(root: Path, clients: Sequence[Path]) -> None:
 
 def _pictures(label: Path) -> tuple[list[Path], list[Path]]:
     """The image files of a class folder, and the other files."""
-    folders, files = _entries(label)
+    folders, files = _entries(label, of_images=True)
     if folders:
         raise DataError(
             f"{label} should be a class folder but holds folders ({some([f.name for f in folders])}); {LAYOUT}."
@@ -205,12 +207,34 @@ def _pictures(label: Path) -> tuple[list[Path], list[Path]]:
     ]
 
 
-def _entries(path: Path) -> tuple[list[Path], list[Path]]:
-    """Visible folders and files, sorted by name."""
-    visible = sorted(
-        (entry for entry in path.iterdir() if not entry.name.startswith(".")), key=lambda entry: entry.name
+def _entries(path: Path, of_images: bool = False) -> tuple[list[Path], list[Path]]:
+    """Visible folders and files, sorted by name.
+
+    What a broken link should be nobody knows, so it is refused. Among images (`of_images`) one with the name of an
+    image is an image that cannot be read.
+    """
+    folders: list[Path] = []
+    files: list[Path] = []
+    for entry in sorted(path.iterdir(), key=lambda entry: entry.name):
+        if entry.name.startswith("."):
+            continue
+        try:
+            is_folder = stat.S_ISDIR(entry.stat().st_mode)
+        except OSError as error:
+            if not (of_images and entry.suffix.lower() in SUFFIXES):
+                raise _unusable(entry, error) from None
+            is_folder = False
+        (folders if is_folder else files).append(entry)
+    return folders, files
+
+
+def _unusable(entry: Path, error: OSError) -> DataError:
+    if not entry.is_symlink():
+        return DataError(f"{entry} cannot be used: {error.strerror or error}. Make it readable, or remove it.")
+    problem = "leads back to itself" if error.errno == errno.ELOOP else f"cannot be followed: {error.strerror or error}"
+    return DataError(
+        f"{entry} is a link to {os.readlink(entry)}, and {problem}. Mount or restore what it names, or remove the link."
     )
-    return [entry for entry in visible if entry.is_dir()], [entry for entry in visible if not entry.is_dir()]
 
 
 def _check_content(root: Path, items: Sequence[Item], labels: Sequence[str]) -> None:

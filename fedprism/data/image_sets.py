@@ -34,6 +34,7 @@ from fedprism.data.pictures import DAMAGED, SUFFIXES, read_picture, reason
 from fedprism.data.places import root_of
 from fedprism.data.sources import looking, missing
 from fedprism.errors import DataError, some
+from fedprism.files import read_text
 
 VERSION = 1
 TEST_SHARE = 0.2  # as papers on Office-Caltech-10; also for PACS, which has no test split either
@@ -333,7 +334,7 @@ def _files(folder: Path) -> list[Path]:
 def _lines(path: Path) -> list[str]:
     """The lines of a list; an empty list is refused."""
     with reading(path):
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line.strip() for line in read_text(path).splitlines() if line.strip()]
     if not lines:
         raise damaged(path, "it is empty")
     return lines

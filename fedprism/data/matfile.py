@@ -18,6 +18,8 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedprism.files import DEFLATE, open_regular
+
 HEADER = 128
 ORDERS = {b"IM": "<", b"MI": ">"}  # byte order marks
 VERSION = 0x0100
@@ -43,6 +45,8 @@ class Variable:
         self._stream, self._stored = stream, np.dtype(stream.order + STORED[data_type])
         if size != math.prod(shape) * self._stored.itemsize:
             raise ValueError(f"{name!r} of shape {shape} has {size} bytes")
+        if size > stream.most:
+            raise ValueError(f"{name!r} says that it has {size} bytes, more than are stored")
 
     def values(self, count: int) -> NDArray[Any]:
         """Read the next `count` values; MATLAB may have stored them in a smaller type than their class, `dtype`."""
@@ -56,7 +60,7 @@ class Variable:
 
 def variables(path: Path) -> Iterator[Variable]:
     """Yield each variable of real numbers, to be read before the next one is requested; others are skipped."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         head, length = file.read(HEADER), os.fstat(file.fileno()).st_size
         order = ORDERS.get(head[126:128])
         if order is None:
@@ -98,6 +102,7 @@ class _Stream:
 
     def __init__(self, file: IO[bytes], size: int, order: str, packed: bool) -> None:
         self.order = order
+        self.most = DEFLATE * size if packed else size  # bytes that it can hold
         self._file, self._left = file, size
         self._unpacker = zlib.decompressobj() if packed else None
 

@@ -11,6 +11,8 @@ arrays (`domain`, `label`, `domains`, `classes`, `path`) describe the images. Al
 from __future__ import annotations
 
 import io
+import math
+import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,11 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from fedprism.data.parts import Pixels, RawSplit, checked, damaged, reading
+from fedprism.data.pictures import check_pixels
+from fedprism.files import open_regular
 
+SMALL_ARRAY = 128 << 20  # bytes; a larger array must not be much larger than its file: pictures cannot be packed again
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 MOSAIC_PIXELS = 160_000_000  # maximum size of a mosaic; 60,000 images of 32 x 32 have 61 million pixels
 
 
@@ -102,6 +108,7 @@ class Jpegs:
         """uint8 [3, side, side]: one image, resized to a square (bilinear)."""
         start, end = self._offsets[index : index + 2]
         with reading(self.path), Image.open(io.BytesIO(self._jpeg[start:end].tobytes()), formats=["JPEG"]) as file:
+            check_pixels(file)
             image = file.convert("RGB")
             if image.size != (side, side):
                 image = image.resize((side, side), Image.Resampling.BILINEAR)
@@ -126,7 +133,27 @@ class Jpegs:
 
 
 def _array(path: Path, name: str) -> NDArray[Any]:
-    with np.load(path, allow_pickle=False) as packed:
-        if name not in packed.files:
-            raise damaged(path, f"it has no array {name!r}")
-        return np.asarray(packed[name])
+    """One array, read-only. Neither the size that the file claims nor that of its header is believed."""
+    with open_regular(path) as file, zipfile.ZipFile(file) as packed:
+        try:
+            info = packed.getinfo(f"{name}.npy")
+        except KeyError:
+            raise damaged(path, f"it has no array {name!r}") from None
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # Python unpacks others unbounded
+            raise damaged(path, f"its {name} is packed in another way than deflate")
+        most = max(SMALL_ARRAY, 2 * path.stat().st_size)
+        if info.file_size > most:
+            raise damaged(path, f"its {name} has {info.file_size:,} bytes; at most {most:,} are read")
+        with packed.open(info) as member:
+            content = member.read(info.file_size)
+    header = io.BytesIO(content)
+    version = np.lib.format.read_magic(header)
+    if version not in _HEADERS:
+        raise damaged(path, f"its {name} has version {version} of numpy's format; expected 1.0 or 2.0")
+    shape, by_column, dtype = _HEADERS[version](header)
+    if dtype.hasobject:
+        raise damaged(path, f"its {name} holds Python objects, which are not read")
+    start = header.tell()
+    if math.prod(shape) * dtype.itemsize != len(content) - start:
+        raise damaged(path, f"its {name} of {dtype} and shape {shape} has {len(content) - start:,} bytes")
+    return np.ndarray(shape, dtype, content, start, order="F" if by_column else "C")

@@ -20,11 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from fedprism.files import NotAFile, open_regular
+
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "TIFF")  # detected by content, not by suffix
 MAX_PIXELS = 80_000_000
 
-# Exceptions of Pillow's readers on damaged files.
+# Exceptions of Pillow's readers on damaged files, and what is no file at all.
 DAMAGED = (
     OSError,
     ValueError,
@@ -37,22 +39,30 @@ DAMAGED = (
     struct.error,
     zlib.error,
     Image.DecompressionBombError,
+    NotAFile,
 )
 
 
 def read_picture(path: Path, size: int, background: str = "black") -> NDArray[np.uint8]:
     """uint8 [3, size, size]; raises one of `DAMAGED` if the file cannot be read."""
-    with Image.open(path, formats=FORMATS) as image:
-        if image.width * image.height > MAX_PIXELS:
-            raise ValueError(f"{image.width} x {image.height} pixels, at most {MAX_PIXELS:,} are read")
+    with open_regular(path) as file, Image.open(file, formats=FORMATS) as image:
+        check_pixels(image)
         image.draft(None, (2 * size, 2 * size))  # decode a JPEG at a fraction of its size
         upright = ImageOps.exif_transpose(image)
         square = _rgb(upright, image.format, background).resize((size, size), Image.Resampling.BILINEAR)
     return np.asarray(square).transpose(2, 0, 1)
 
 
+def check_pixels(image: Image.Image) -> None:
+    """Refuse an image that is too large, before it is decoded."""
+    if image.width * image.height > MAX_PIXELS:
+        raise ValueError(f"{image.width} x {image.height} pixels, at most {MAX_PIXELS:,} are read")
+
+
 def reason(error: BaseException) -> str:
     """A short reason why an image could not be read."""
+    if isinstance(error, NotAFile):
+        return f"{error.kind}, no regular file"
     if isinstance(error, Image.DecompressionBombError):
         return f"more than the {MAX_PIXELS:,} pixels that are read"
     if isinstance(error, UnidentifiedImageError):
@@ -61,6 +71,8 @@ def reason(error: BaseException) -> str:
         return error.strerror  # without the path, which the message names
     if isinstance(error, MemoryError):
         return "it asks for more memory than there is"
+    if isinstance(error, EOFError) and not str(error):
+        return "it ends too early"
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 

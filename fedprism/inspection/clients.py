@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO, StringIO
@@ -29,6 +28,7 @@ from fedprism.federation.sheet import spread
 from fedprism.inspection.bubbles import bubbles, counts
 from fedprism.inspection.datasets import shortfall
 from fedprism.report.canvas import available, shorten
+from fedprism.report.formats import csv_lines
 
 MOST_CLIENTS = 30  # rows of the table and of the contact sheet
 MOST_CLASSES = 12  # that have a column each; of more classes, the largest are named
@@ -36,6 +36,7 @@ _NAMED = 3  # the largest classes of a client, where classes have no columns
 _LEAST = 12  # letters that their column needs; with less room there is none
 _LETTERS = 24  # of a client's or domain's name on a terminal
 _ENDLESS = 10_000  # columns of a file or a pipe
+_COUNTS, _PLOT, _SHEET = "clients.csv", "bubbles.png", "contact-sheet.png"  # the files that are written
 
 
 @dataclass(frozen=True)
@@ -239,45 +240,41 @@ def left_over(federation: Federation) -> str:
 def clients_csv(of: Inspection) -> str:
     """A line per client: name, domain, the sizes of its parts, its noise if there is any, and its samples per class
     (`class:NAME`)."""
-    out = StringIO()
-    lines = csv.writer(out, lineterminator="\n")
     noise = ["noise"] if of.noise else []
-    lines.writerow(["client", "domain", *SPLITS, *noise, *(f"class:{name}" for name in of.counted.class_names)])
+    lines = [["client", "domain", *SPLITS, *noise, *(f"class:{name}" for name in of.counted.class_names)]]
     for client, row in zip(of.counted.clients.values(), counts(of.counted).tolist(), strict=True):
         sizes = [len(client.split(part)) for part in SPLITS]
         added = [f"{of.noise[client.name]:g}"] if of.noise else []
-        lines.writerow([client.name, client.domain, *sizes, *added, *row])
-    return out.getvalue()
+        lines.append([client.name, client.domain, *map(str, (*sizes, *added, *row))])
+    return csv_lines(lines)
 
 
 def check_folder(folder: Path) -> None:
     """Make the folder, and refuse one that cannot be written before long work begins."""
     with atomic.reporting(str(folder), "Choose another --out."):
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".fedprism-probe"
-        atomic.write(probe, b"", sync=False)
-        probe.unlink()
+        for name in (_COUNTS, _PLOT, _SHEET):
+            atomic.check_writable(folder / name)
 
 
 def write_files(of: Inspection, folder: Path) -> dict[str, str]:
     """Write clients.csv, bubbles.png and contact-sheet.png; return what each shows, or why it was not written."""
-    written, federation = {"clients.csv": "all counts"}, of.federation
+    written, federation = {_COUNTS: "all counts"}, of.federation
     with atomic.reporting(str(folder), "Choose another --out."):
         folder.mkdir(parents=True, exist_ok=True)
-        atomic.write(folder / "clients.csv", clients_csv(of).encode())
+        atomic.write(folder / _COUNTS, clients_csv(of).encode())
         if available():
-            bubbles(of.counted, folder / "bubbles.png", f"{federation.name}, {of.partition}", rows=of.rows)
-            written["bubbles.png"] = f"clients and {of.rows}"
+            bubbles(of.counted, folder / _PLOT, f"{federation.name}, {of.partition}", rows=of.rows)
+            written[_PLOT] = f"clients and {of.rows}"
         else:
-            written["bubbles.png"] = "not drawn; it needs matplotlib: pip install 'fedprism[report]'"
+            written[_PLOT] = "not drawn; it needs matplotlib: pip install 'fedprism[report]'"
         if len(federation.shape) == 3:
             out = BytesIO()
             contact_sheet(federation, rows=MOST_CLIENTS).save(out, format="PNG", optimize=True)
-            atomic.write(folder / "contact-sheet.png", out.getvalue())
+            atomic.write(folder / _SHEET, out.getvalue())
             some = len(federation.clients) > MOST_CLIENTS
-            written["contact-sheet.png"] = "images of " + (
+            written[_SHEET] = "images of " + (
                 f"{MOST_CLIENTS} of {len(federation.clients)} clients, evenly drawn" if some else "every client"
             )
         else:
-            written["contact-sheet.png"] = "not drawn; these are texts"
+            written[_SHEET] = "not drawn; these are texts"
     return written

@@ -16,6 +16,7 @@ from fedprism import atomic
 from fedprism import config as configuration
 from fedprism.config import Config
 from fedprism.errors import FedprismError, RecordError, some
+from fedprism.files import NotAFile
 from fedprism.records import classes, metrics, runfile
 from fedprism.records.locking import LOCK, locked
 from fedprism.records.manifest import Damaged, Manifest, manifest_path, manifest_rounds, read_manifest
@@ -207,7 +208,7 @@ class _Check:
         file = self.path / metrics.METRICS
         try:
             entries, damage = metrics.intact(file)
-        except RecordError:  # it cannot be read at all
+        except FedprismError:  # it cannot be read at all
             entries, damage = [], "all of it"
         last, reached = len(entries) - 1, rounds_done(self.path, info or {})
         self.found.rounds = len(entries)
@@ -241,7 +242,7 @@ class _Check:
         file = self.path / metrics.TIMINGS
         try:
             lines = metrics.lines_of(file)
-        except RecordError:
+        except FedprismError:
             return  # it is no regular file, which was said
         good = [line for line in lines if metrics.timing_of(line) is not None]
         self.found.verified += bool(lines)
@@ -274,7 +275,7 @@ def _is_sealed(file: Path) -> bool:
     """Is it as it was written?"""
     try:
         unseal(atomic.read(file))
-    except (OSError, ValueError):
+    except (OSError, ValueError, NotAFile):
         return False
     return True
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fedprism import atomic
 from fedprism.errors import RecordError
+from fedprism.files import NotAFile
 from fedprism.records.sealed import seal, unseal
 
 FORMAT = 4
@@ -89,3 +90,5 @@ def reading(path: Path) -> Iterator[None]:
         raise RecordError(f"{path} may not be read ({error.strerror}); check its permissions.") from error
     except OSError as error:
         raise Damaged(f"{path} cannot be read ({error.strerror})") from error
+    except NotAFile as error:
+        raise Damaged(f"{path} is {error.kind}") from error

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedprism import atomic
-from fedprism.errors import FedprismError
+from fedprism.errors import FedprismError, escaped_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,7 +60,10 @@ def write_figure(canvas: Any, path: Path) -> Path:
     """Write a figure as PNG or SVG."""
     out = BytesIO()
     canvas.savefig(out, format=path.suffix[1:], dpi=160, facecolor="white", metadata=_undated(path.suffix))
-    atomic.write(path, out.getvalue())
+    content = out.getvalue()
+    if path.suffix == ".svg":
+        content = escaped_lines(content.decode()).encode()  # XML allows no control characters
+    atomic.write(path, content)
     return path
 
 

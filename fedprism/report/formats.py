@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from io import StringIO
 
@@ -14,6 +15,9 @@ from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from fedprism.errors import escaped
+
+_FORMULA = tuple("=+-@＝＋－＠")  # some spreadsheets take the wide ones, too
 _LATEX = {
     "\\": r"\textbackslash{}",
     "~": r"\textasciitilde{}",
@@ -38,11 +42,20 @@ class Entry:
 
 @dataclass(frozen=True)
 class Grid:
-    """A header, rows, and notes under them. The first column is text, the others are numbers."""
+    """A header, rows, and notes under them. The first column is text, the others are numbers.
+
+    Every text is one line without control characters: in no format does a name end a row or hide another one.
+    """
 
     header: tuple[str, ...]
     rows: tuple[tuple[Entry, ...], ...]
     notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        rows = tuple(tuple(replace(entry, text=escaped(entry.text)) for entry in row) for row in self.rows)
+        texts = {"header": tuple(map(escaped, self.header)), "notes": tuple(map(escaped, self.notes))}
+        for name, value in {**texts, "rows": rows}.items():
+            object.__setattr__(self, name, value)
 
     def __rich__(self) -> Fitting:
         return Fitting((self,))
@@ -157,6 +170,27 @@ def html(grid: Grid) -> str:
     lines.append("</tbody></table></div>")
     lines += [f'<p class="note">{escape(note)}</p>' for note in grid.notes]
     return "\n".join(lines)
+
+
+def csv_lines(rows: Iterable[Sequence[str]]) -> str:
+    """Rows as CSV. A spreadsheet would run a text that begins like a formula: such a text gets an apostrophe in front.
+
+    >>> print(csv_lines([["=1+1", "-x", "-3.5", "a,b"]]), end="")
+    '=1+1,'-x,-3.5,"a,b"
+    """
+    out = StringIO()
+    csv.writer(out, lineterminator="\n").writerows([_csv_cell(escaped(text)) for text in row] for row in rows)
+    return out.getvalue()
+
+
+def _csv_cell(text: str) -> str:
+    if not text.lstrip().startswith(_FORMULA):
+        return text
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}"
+    return text  # a number with its sign
 
 
 def _latex(shown: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from fedprism import atomic
 from fedprism import config as configuration
 from fedprism.config import LOCAL, SPLITS
+from fedprism.errors import escaped_lines
 from fedprism.records import Protocol, RunRecord
 from fedprism.report import canvas, figures, formats
 from fedprism.report.models import models
@@ -52,8 +53,10 @@ def page(records: Sequence[RunRecord], protocol: Protocol | str | None = None, p
         ("What was run", _settings(records)),
     ]
     body = "\n".join(f"<section>\n<h2>{escape(name)}</h2>\n{inner}\n</section>" for name, inner in sections if inner)
-    return _PAGE.format(
-        title=escape(title), lead=escape(_lead(result)), body=body, style=_style(), version=escape(_version(first))
+    return escaped_lines(
+        _PAGE.format(
+            title=escape(title), lead=escape(_lead(result)), body=body, style=_style(), version=escape(_version(first))
+        )
     )
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from io import StringIO
 
 from fedprism.config import LOCAL, plain
 from fedprism.errors import RecordError, some, unknown
@@ -114,15 +112,14 @@ class Table:
         """
         few = len(self.clients) <= TOO_MANY
         kept = self.columns if few else tuple(c for c in self.columns if not c.startswith(_client("")))
-        out, columns = StringIO(), (*kept, *MORE, *(() if few else BELOW))
+        columns = (*kept, *MORE, *(() if few else BELOW))
         header = [name for column in columns for name in (column, f"{column} deviation")]
-        writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(["method", "seeds", "state", *header, "protocol"])
+        lines = [["method", "seeds", "state", *header, "protocol"]]
         for row in self.rows:
             state = {"": "finished", "†": "diverged", "‡": "unfinished"}[row.mark]
             numbers = [text for column in columns for text in _numbers(row.figures.get(column))]
-            writer.writerow([row.label, " ".join(map(str, row.seeds)), state, *numbers, str(self.protocol)])
-        return out.getvalue()
+            lines.append([row.label, " ".join(map(str, row.seeds)), state, *numbers, str(self.protocol)])
+        return formats.csv_lines(lines)
 
 
 def table(records: Sequence[RunRecord], protocol: Protocol | str | None = None) -> Table:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fedprism.errors import printable
 from fedprism.methods.base import State
 from fedprism.round.events import Score
 
@@ -62,16 +63,6 @@ class Failure:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reason", printable(self.reason))
-
-
-def printable(text: str, most: int = 300) -> str:
-    r"""A text without control characters, cut where it is too long.
-
-    >>> printable("fc1\x1b[31m is not finite"), printable("w" * 999, most=5)
-    ('fc1\\x1b[31m is not finite', 'wwwww...')
-    """
-    cut = text if len(text) <= most else text[:most] + "..."
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
 
 
 class Engine:
