@@ -520,9 +520,11 @@ def record(
 # A part of the package imports what stands to its left.
 ORDER = [
     "errors",
+    "limits",
     "atomic",
     "keys",
     "registry",
+    "yamlfile",
     "config",
     "plugins",
     "data",

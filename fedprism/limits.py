@@ -1,0 +1,29 @@
+"""The largest inputs that are accepted.
+
+They are far above what anybody needs. Beyond them time or memory would run out without a word, so they are checked
+before anything of that size is made.
+"""
+
+from __future__ import annotations
+
+import os
+
+YAML_BYTES = 4 * 2**20  # of a file
+YAML_NODES = 200_000  # keys and values of a configuration, with its aliases written out
+DEPTH = 100  # lists and mappings inside each other
+DIGITS = 100  # characters of a number
+NUMBER = 1e30  # of a setting; PyTorch raises an error where a factor becomes larger than 32 bits hold, 3.4e38
+INTEGER = 2**63 - 1  # what a tensor holds
+TEXT = 4000  # characters of a setting that is a name or a path
+PATH_BYTES, PART_BYTES = 3900, 255  # of a run directory, and of one part of it; most systems allow 4096 and 255
+CLASSES = 1_000_000
+CLIENTS = 1_000_000
+SIDE = 4096  # pixels
+
+
+def machine_memory() -> int | None:
+    """Memory of this machine in bytes; None if unknown."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # Windows
+        return None
