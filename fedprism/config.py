@@ -191,7 +191,7 @@ class ServerConfig:
     lr: float = setting(
         1.0,
         "server learning rate: 1.0 with none takes the average; adam and yogi need a small one, such as 0.01",
-        lambda v: 0 < v < math.inf,
+        positive,
         "above 0",
     )
     momentum: float = setting(0.9, "with momentum: decay of the previous step", lambda v: 0 <= v < 1, "0 to below 1")
@@ -204,8 +204,8 @@ class ServerConfig:
     tau: float = setting(
         1e-3,
         "with adam and yogi: added to the root of the mean square; a smaller value evens out the steps of the weights",
-        lambda v: 0 < v < math.inf,
-        "above 0",
+        lambda v: 0 < v <= 1e15,  # its square is a 32-bit number
+        "above 0 to 1e15",
     )
     aggregator: Named = setting(
         Named("mean"),
@@ -510,8 +510,8 @@ def _check(value: Any, where: str) -> None:
         check = f.metadata.get("check")
         if check is not None and not check(item):
             raise ConfigError(f"{path} is {shown(item)}; expected {f.metadata['expected']}.")
-        if check is not None and any(isinstance(n, int) and n > limits.INTEGER for n in _items(item)):
-            raise ConfigError(f"{path} is {shown(item)}; expected at most {limits.INTEGER}.")
+        if check is not None and any(isinstance(n, int) and n > limits.COUNT for n in _items(item)):
+            raise ConfigError(f"{path} is {shown(item)}; expected at most {limits.COUNT:,}.")
         if dataclasses.is_dataclass(item) and not isinstance(item, Named):
             _check(item, path)
 

@@ -8,17 +8,28 @@ from __future__ import annotations
 
 import os
 
+from fedprism.errors import ConfigError
+
 YAML_BYTES = 4 * 2**20  # of a file
 YAML_NODES = 200_000  # keys and values of a configuration, with its aliases written out
 DEPTH = 100  # lists and mappings inside each other
 DIGITS = 100  # characters of a number
 NUMBER = 1e30  # of a setting; PyTorch raises an error where a factor becomes larger than 32 bits hold, 3.4e38
-INTEGER = 2**63 - 1  # what a tensor holds
+COUNT = 1_000_000_000  # of a setting that is a whole number with a range
 TEXT = 4000  # characters of a setting that is a name or a path
 PATH_BYTES, PART_BYTES = 3900, 255  # of a run directory, and of one part of it; most systems allow 4096 and 255
 CLASSES = 1_000_000
 CLIENTS = 1_000_000
 SIDE = 4096  # pixels
+
+
+def check_memory(what: str, needed: int, advice: str) -> None:
+    """Refuse what does not fit into memory: the system would kill the process without a message."""
+    available = machine_memory()
+    if available is not None and needed > available:
+        raise ConfigError(
+            f"{what} need {needed / 2**30:,.1f} GiB, and this machine has {available / 2**30:,.1f}; {advice}."
+        )
 
 
 def machine_memory() -> int | None:
