@@ -24,7 +24,7 @@ from cattrs.errors import BaseValidationError, ForbiddenExtraKeysError
 from cattrs.gen import make_dict_structure_fn
 
 from fedprism import limits
-from fedprism.errors import ConfigError, short, shown, some, unknown
+from fedprism.errors import SHOWN, ConfigError, short, shown, some, unknown
 from fedprism.yamlfile import parse_yaml, read_yaml
 
 T = TypeVar("T")
@@ -388,7 +388,7 @@ def _named(raw: Any, _: Any) -> Named:
         advice = ""
         if isinstance(raw, Mapping) and len(raw) == 1 and isinstance((inner := next(iter(raw.values()))), Mapping):
             advice = f"; write {_flow({'name': next(iter(raw)), **inner})}"
-        raise ConfigError(f"{shown(raw)} is neither a name nor a mapping with a `name`{short(advice)}")
+        raise ConfigError(f"{shown(raw)} is neither a name nor a mapping with a `name`{short(advice, SHOWN)}")
     return Named(check_text(raw["name"]), {str(k): v for k, v in raw.items() if k != "name"})
 
 
@@ -413,7 +413,7 @@ def _model(raw: Any, _: Any) -> ModelConfig:
 
 def _tuple(raw: Any, kind: Any) -> Any:
     if not isinstance(raw, list | tuple):
-        raise ConfigError(f"{shown(raw)} is not a list; write {short(_flow([] if raw is None else [raw]))}")
+        raise ConfigError(f"{shown(raw)} is not a list; write {short(_flow([] if raw is None else [raw]), SHOWN)}")
     items = typing.get_args(kind)
     kinds = [items[0]] * len(raw) if items[-1] is Ellipsis else items
     if len(kinds) != len(raw):
@@ -487,6 +487,8 @@ def _refuse_huge(raw: Any) -> None:
             raise ConfigError(f"lists and mappings are nested more than {limits.DEPTH} deep")
         if found > limits.YAML_NODES:
             raise ConfigError(f"there are more than {limits.YAML_NODES:,} values")
+        if isinstance(value, int) and abs(value) >= 10**limits.DIGITS:
+            raise ConfigError(f"a whole number has more than {limits.DIGITS} digits")
         if isinstance(value, Mapping | list | tuple):
             rest += [(each, level + 1) for each in (value.values() if isinstance(value, Mapping) else value)]
 
@@ -495,7 +497,7 @@ def _describe(error: BaseException, kind: type | None) -> str:
     if isinstance(error, ForbiddenExtraKeysError):
         known = [f.name for f in dataclasses.fields(error.cl)]
         first, *more = sorted(map(str, error.extra_fields))
-        return unknown("key", first, known) + (f" Unknown, too: {some(map(shown, more))}." if more else "")
+        return unknown("key", first, known) + (f" Unknown, too: {short(some(more), SHOWN)}." if more else "")
     if isinstance(error, ConfigError):
         return str(error)
     if isinstance(error, KeyError):

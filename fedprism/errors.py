@@ -68,7 +68,8 @@ def short(text: str, most: int = SHORT) -> str:
     'abcd…ghij'
     """
     line = " ".join(text.splitlines())
-    return line if len(line) <= most else f"{line[: most // 2]}…{line[-(most // 2) :]}"
+    kept = (most - 1) // 2
+    return line if len(line) <= most else f"{line[:kept]}…{line[-kept:]}"
 
 
 def unknown(kind: str, given: str, known: Iterable[str]) -> str:

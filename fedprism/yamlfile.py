@@ -52,10 +52,10 @@ def parse_yaml(text: str, source: str) -> Any:
         return _Loader(text).get_single_data()
     except yaml.MarkedYAMLError as error:
         problem, mark = error.problem or error.context, error.problem_mark or error.context_mark
-        line = f" (line {mark.line + 1})" if mark is not None and "\n" in text.strip() else ""
+        line = f" (line {mark.line + 1})" if mark is not None and "\n" in text.rstrip() else ""
         problem = f"{short(str(problem))}{line}"
     except yaml.reader.ReaderError as error:
-        line = f" (line {text[: error.position].count(chr(10)) + 1})" if "\n" in text.strip() else ""
+        line = f" (line {text[: error.position].count(chr(10)) + 1})" if "\n" in text.rstrip() else ""
         problem = f"the character {chr(error.character)!r} is not allowed{line}"
     except RecursionError:  # called from deep inside another program
         problem = "it is nested too deeply"

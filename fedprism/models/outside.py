@@ -193,8 +193,8 @@ def _device(library: str, name: str, classes: int, shape: tuple[int, ...]) -> st
             return device
         raise ConfigError(f"{library}:{short(name)} cannot be used: its scores are not its classifier's output.")
     raise ConfigError(
-        f"{library}:{name} cannot take images of {' x '.join(map(str, shape))}: {short(str(tried))}. Set data.image_size to what "
-        "it takes, or choose another model."
+        f"{library}:{name} cannot take images of {' x '.join(map(str, shape))}: {short(str(tried))}. "
+        "Set data.image_size to what it takes, or choose another model."
     )
 
 
