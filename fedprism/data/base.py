@@ -127,8 +127,8 @@ def check_names(kind: str, names: Iterable[str]) -> None:
         if unicodedata.normalize("NFC", other) != composed:
             raise DataError(f"{kind} names {other!r} and {name!r} differ only by case; rename one of them.")
         raise DataError(
-            f"{kind} names {other!a} and {name!a} are two spellings of {composed!r}: an accent may be part "
-            "of its letter or follow it; rename one of them."
+            f"{kind} names {other!a} and {name!a} differ only by how Unicode spells the same letters ({composed!r}); "
+            "rename one of them."
         )
 
 

@@ -89,7 +89,7 @@ def fresh(make: Callable[[], ModuleT], seed: int, name: str) -> ModuleT:
     """
     with _hollow(name):
         module = make()
-    _refuse_large(name, module)
+    _refuse_large(name, sum(parameter.numel() for parameter in module.parameters()))
     initialise(_allocate(name, module), seed, name)
     return module
 
@@ -106,11 +106,10 @@ def _hollow(name: str) -> Iterator[None]:
         raise ConfigError(f"{name} is too large for any computer: {short(str(error))}. Choose a smaller one.") from None
 
 
-def _refuse_large(name: str, module: nn.Module) -> None:
+def _refuse_large(name: str, parameters: int) -> None:
     """Refuse a model of which memory does not hold two: there are at least the server's and a client's."""
-    count = sum(parameter.numel() for parameter in module.parameters())
-    what = f"the {count:,} parameters of {name}, at the server and one client,"
-    limits.check_memory(what, 2 * 4 * count, "choose a smaller model, or smaller images")
+    what = f"the {parameters:,} parameters of {name}, at the server and one client,"
+    limits.check_memory(what, 2 * 4 * parameters, "choose a smaller model, or smaller images")
 
 
 def last_linear(module: nn.Module) -> nn.Linear:
@@ -229,7 +228,7 @@ class Arch:
         return copy.deepcopy(_initial_model(self, seed, torch.get_default_dtype()))
 
     def _initialised(self, seed: int) -> Model:
-        _refuse_large(self.label, self.hollow())
+        _refuse_large(self.label, self.parameters)
         blocks, cut = self._blocks()
         for name, block in blocks:
             initialise(_allocate(name, block), seed, name)
