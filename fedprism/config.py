@@ -12,7 +12,6 @@ import math
 import re
 import types
 import typing
-import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -341,17 +340,6 @@ def _number(raw: Any, _: Any) -> float:
     return float(raw)
 
 
-def check_text(raw: Any) -> str:
-    """Refuse what is no name and no path."""
-    if not isinstance(raw, str):
-        raise ConfigError(f"{shown(raw)} is not a text")
-    if len(raw) > limits.TEXT:
-        raise ConfigError(f"{shown(raw)} has {len(raw):,} characters; expected at most {limits.TEXT:,}")
-    if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in raw):
-        raise ConfigError(f"{shown(raw)} holds control characters; expected a text of one line without any")
-    return raw
-
-
 def _literal(raw: Any, kind: Any) -> Any:
     choices = typing.get_args(kind)
     for choice in choices:
@@ -383,13 +371,13 @@ def _named(raw: Any, _: Any) -> Named:
     if isinstance(raw, Named):
         return raw
     if isinstance(raw, str):
-        return Named(check_text(raw))
+        return Named(limits.check_text(raw))
     if not isinstance(raw, Mapping) or not isinstance(raw.get("name"), str):
         advice = ""
         if isinstance(raw, Mapping) and len(raw) == 1 and isinstance((inner := next(iter(raw.values()))), Mapping):
             advice = f"; write {_flow({'name': next(iter(raw)), **inner})}"
         raise ConfigError(f"{shown(raw)} is neither a name nor a mapping with a `name`{short(advice, SHOWN)}")
-    return Named(check_text(raw["name"]), {str(k): v for k, v in raw.items() if k != "name"})
+    return Named(limits.check_text(raw["name"]), {str(k): v for k, v in raw.items() if k != "name"})
 
 
 def _model(raw: Any, _: Any) -> ModelConfig:
@@ -451,7 +439,7 @@ _converter.register_structure_hook_factory(dataclasses.is_dataclass, _section)
 _converter.register_structure_hook(bool, _strict(bool, (bool,), "true or false"))
 _converter.register_structure_hook(int, _strict(int, (int,), "a whole number"))
 _converter.register_structure_hook(float, _number)
-_converter.register_structure_hook(str, lambda raw, _: check_text(raw))
+_converter.register_structure_hook(str, lambda raw, _: limits.check_text(raw))
 _converter.register_structure_hook_func(_is_literal, _literal)
 _converter.register_structure_hook_func(_is_union, _union)
 _converter.register_structure_hook_func(_is_tuple, _tuple)
@@ -464,7 +452,7 @@ _converter.register_unstructure_hook(tuple, list)
 def structure(raw: Any, kind: type[T], where: str = "") -> T:
     """Convert plain dicts, lists and scalars to a dataclass; an error names the path of the wrong key or value."""
     try:
-        _refuse_huge(raw)
+        limits.check_plain(raw)
         value = _converter.structure(raw if raw is not None else {}, kind)
     except BaseValidationError as error:
         lines = transform_error(error, path=where or "$", format_exception=_describe)
@@ -474,23 +462,6 @@ def structure(raw: Any, kind: type[T], where: str = "") -> T:
         raise ConfigError(f"{error} @ {where}" if where else str(error)) from None
     _check(value, where)
     return value
-
-
-def _refuse_huge(raw: Any) -> None:
-    """Refuse what holds itself, or more than any code after this can go through. Without recursion."""
-    found = 0
-    rest = [(raw, 1)]
-    while rest:
-        value, level = rest.pop()
-        found += 1
-        if level > limits.DEPTH:
-            raise ConfigError(f"lists and mappings are nested more than {limits.DEPTH} deep")
-        if found > limits.YAML_NODES:
-            raise ConfigError(f"there are more than {limits.YAML_NODES:,} values")
-        if isinstance(value, int) and abs(value) >= 10**limits.DIGITS:
-            raise ConfigError(f"a whole number has more than {limits.DIGITS} digits")
-        if isinstance(value, Mapping | list | tuple):
-            rest += [(each, level + 1) for each in (value.values() if isinstance(value, Mapping) else value)]
 
 
 def _describe(error: BaseException, kind: type | None) -> str:

@@ -7,8 +7,11 @@ before anything of that size is made.
 from __future__ import annotations
 
 import os
+import unicodedata
+from collections.abc import Mapping
+from typing import Any
 
-from fedprism.errors import ConfigError
+from fedprism.errors import ConfigError, shown
 
 YAML_BYTES = 4 * 2**20  # of a file
 YAML_NODES = 200_000  # keys and values of a configuration, with its aliases written out
@@ -21,6 +24,33 @@ PATH_BYTES, PART_BYTES = 3900, 255  # of a run directory, and of one part of it;
 CLASSES = 1_000_000
 CLIENTS = 1_000_000
 SIDE = 4096  # pixels
+
+
+def check_text(value: Any) -> str:
+    """Refuse what is no name and no path."""
+    if not isinstance(value, str):
+        raise ConfigError(f"{shown(value)} is not a text")
+    if len(value) > TEXT:
+        raise ConfigError(f"{shown(value)} has {len(value):,} characters; expected at most {TEXT:,}")
+    if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in value):
+        raise ConfigError(f"{shown(value)} holds control characters; expected a text of one line without any")
+    return value
+
+
+def check_plain(value: Any) -> None:
+    """Refuse lists and mappings that hold themselves, or more than can be gone through. Without recursion."""
+    found, rest = 0, [(value, 1)]
+    while rest:
+        each, level = rest.pop()
+        found += 1
+        if level > DEPTH:
+            raise ConfigError(f"lists and mappings are nested more than {DEPTH} deep")
+        if found > YAML_NODES:
+            raise ConfigError(f"there are more than {YAML_NODES:,} values")
+        if isinstance(each, int) and abs(each) >= 10**DIGITS:
+            raise ConfigError(f"a whole number has more than {DIGITS} digits")
+        if isinstance(each, Mapping | list | tuple):
+            rest += [(inner, level + 1) for inner in (each.values() if isinstance(each, Mapping) else each)]
 
 
 def check_memory(what: str, needed: int, advice: str) -> None:

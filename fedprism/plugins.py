@@ -12,8 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
-from fedprism import keys
-from fedprism.config import Named, check_text, plain, structure
+from fedprism import keys, limits
+from fedprism.config import Named, plain, structure
 from fedprism.errors import ConfigError, short, shown
 from fedprism.registry import Registry
 
@@ -32,7 +32,7 @@ class Plugins(Registry[type[T]], Generic[T]):
 
     def find(self, name: str) -> type[T]:
         """The class behind a name: a built-in id, an entry point, `path/to/file.py:Class` or `package.module:Class`."""
-        check_text(name)
+        limits.check_text(name)
         if name.endswith(".py") or ".py:" in name:
             return self._from_file(name)
         if ":" in name:
