@@ -12,7 +12,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -20,8 +20,11 @@ from typing import Any, Literal, TypeVar
 import yaml
 from cattrs import Converter, transform_error
 from cattrs.errors import BaseValidationError, ForbiddenExtraKeysError
+from cattrs.gen import make_dict_structure_fn
 
-from fedprism.errors import ConfigError, unknown
+from fedprism import limits
+from fedprism.errors import SHOWN, ConfigError, short, shown, some, unknown
+from fedprism.yamlfile import parse_yaml, read_yaml
 
 T = TypeVar("T")
 
@@ -48,7 +51,7 @@ def _auto_or_positive(value: Any) -> bool:
 
 
 def _image_size(value: Any) -> bool:
-    return bool(value == "auto" or 1 <= value <= 4096)
+    return bool(value == "auto" or 1 <= value <= limits.SIDE)
 
 
 def share(value: Any) -> bool:
@@ -61,6 +64,9 @@ class Named:
 
     name: str
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __hash__(self) -> int:  # settings may hold lists, which have no hash
+        return hash(self.name)
 
     def plain(self) -> dict[str, Any]:
         return {"name": self.name, **self.settings}
@@ -184,7 +190,7 @@ class ServerConfig:
     lr: float = setting(
         1.0,
         "server learning rate: 1.0 with none takes the average; adam and yogi need a small one, such as 0.01",
-        lambda v: 0 < v < math.inf,
+        positive,
         "above 0",
     )
     momentum: float = setting(0.9, "with momentum: decay of the previous step", lambda v: 0 <= v < 1, "0 to below 1")
@@ -197,8 +203,8 @@ class ServerConfig:
     tau: float = setting(
         1e-3,
         "with adam and yogi: added to the root of the mean square; a smaller value evens out the steps of the weights",
-        lambda v: 0 < v < math.inf,
-        "above 0",
+        lambda v: 0 < v <= 1e15,  # its square is a 32-bit number
+        "above 0 to 1e15",
     )
     aggregator: Named = setting(
         Named("mean"),
@@ -315,24 +321,32 @@ _SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 def _strict(kind: type, accepts: tuple[type, ...], expected: str) -> Callable[[Any, Any], Any]:
     def hook(raw: Any, _: Any) -> Any:
-        if kind is float and isinstance(raw, str) and _SCIENTIFIC.fullmatch(raw):
-            raw = float(raw)  # YAML reads 1e-3 as a string
         if not isinstance(raw, accepts) or (isinstance(raw, bool) and kind is not bool):
-            raise ConfigError(f"{raw!r} is not {expected}")
-        value = kind(raw)
-        if kind is float and not math.isfinite(value):
-            raise ConfigError(f"{raw!r} is not a finite number")
-        return value
+            raise ConfigError(f"{shown(raw)} is not {expected}")
+        return kind(raw)
 
     return hook
+
+
+def _number(raw: Any, _: Any) -> float:
+    if isinstance(raw, str) and len(raw) <= limits.DIGITS and _SCIENTIFIC.fullmatch(raw):
+        raw = float(raw)  # YAML reads 1e-3 as a string
+    if not isinstance(raw, int | float) or isinstance(raw, bool):
+        raise ConfigError(f"{shown(raw)} is not a number")
+    if isinstance(raw, float) and not math.isfinite(raw):
+        raise ConfigError(f"{raw!r} is not a finite number")
+    if abs(raw) > limits.NUMBER:
+        raise ConfigError(f"{shown(raw)} is out of range; numbers go up to {limits.NUMBER:g}")
+    return float(raw)
 
 
 def _literal(raw: Any, kind: Any) -> Any:
     choices = typing.get_args(kind)
     for choice in choices:
-        if (raw == choice and type(raw) is type(choice)) or raw == str(choice):  # bits: "4" is 4
-            return choice
-    raise ConfigError(unknown("value", str(raw), [str(choice) for choice in choices]))
+        if (raw == choice and type(raw) is type(choice)) or (isinstance(raw, str) and raw == str(choice)):
+            return choice  # bits: "4" is 4
+    given = raw if isinstance(raw, str) else shown(raw)
+    raise ConfigError(unknown("value", given, [str(choice) for choice in choices]))
 
 
 def _union(raw: Any, kind: Any) -> Any:
@@ -343,12 +357,13 @@ def _union(raw: Any, kind: Any) -> Any:
         if isinstance(option, type) and dataclasses.is_dataclass(option):
             if isinstance(raw, Mapping):
                 return _converter.structure(raw, option)  # its own error names the wrong key
-            failures.append(f"{raw!r} is not a mapping of {', '.join(f.name for f in dataclasses.fields(option))}")
+            keys = ", ".join(f.name for f in dataclasses.fields(option))
+            failures.append(f"{shown(raw)} is not a mapping of {keys}")
         elif option is not type(None):
             try:
                 return _converter.structure(raw, option)
             except (BaseValidationError, ConfigError, TypeError, ValueError) as error:
-                failures.append(str(error) if isinstance(error, ConfigError) else f"{raw!r} is not {option}")
+                failures.append(str(error) if isinstance(error, ConfigError) else f"{shown(raw)} is not {option}")
     raise ConfigError("; ".join(failures))
 
 
@@ -356,13 +371,13 @@ def _named(raw: Any, _: Any) -> Named:
     if isinstance(raw, Named):
         return raw
     if isinstance(raw, str):
-        return Named(raw)
+        return Named(limits.check_text(raw))
     if not isinstance(raw, Mapping) or not isinstance(raw.get("name"), str):
         advice = ""
         if isinstance(raw, Mapping) and len(raw) == 1 and isinstance((inner := next(iter(raw.values()))), Mapping):
             advice = f"; write {_flow({'name': next(iter(raw)), **inner})}"
-        raise ConfigError(f"{raw!r} is neither a name nor a mapping with a `name`{advice}")
-    return Named(raw["name"], {str(k): v for k, v in raw.items() if k != "name"})
+        raise ConfigError(f"{shown(raw)} is neither a name nor a mapping with a `name`{short(advice, SHOWN)}")
+    return Named(limits.check_text(raw["name"]), {str(k): v for k, v in raw.items() if k != "name"})
 
 
 def _model(raw: Any, _: Any) -> ModelConfig:
@@ -370,28 +385,41 @@ def _model(raw: Any, _: Any) -> ModelConfig:
     if isinstance(raw, str):
         raw = {"name": raw}
     if not isinstance(raw, Mapping):
-        raise ConfigError(f"{raw!r} is neither a model's name nor a mapping")
+        raise ConfigError(f"{shown(raw)} is neither a model's name nor a mapping")
     if not isinstance(raw.get("name", ""), str):
-        raise ConfigError(f"{raw['name']!r} is not a model's name")
+        raise ConfigError(f"{shown(raw['name'])} is not a model's name")
     if "name" in raw and raw.get("per_client") is not None:
-        raise ConfigError(f"model.name {raw['name']!r} and model.per_client are both set; remove one of them")
+        raise ConfigError(f"model.name {shown(raw['name'])} and model.per_client are both set; remove one of them")
     own = {f.name for f in dataclasses.fields(ModelConfig)} - {"settings"}
     known = {k: v for k, v in raw.items() if k in own}
     kinds = typing.get_type_hints(ModelConfig)
-    for key in ("head_layers", "features", "adapter"):
+    for key in ("name", "head_layers", "features", "adapter"):
         if key in known:
             known[key] = _converter.structure(known[key], kinds[key])
-    return ModelConfig(**known, settings={k: v for k, v in raw.items() if k not in own})
+    return ModelConfig(**known, settings={str(k): v for k, v in raw.items() if k not in own})
 
 
 def _tuple(raw: Any, kind: Any) -> Any:
     if not isinstance(raw, list | tuple):
-        raise ConfigError(f"{raw!r} is not a list; write {_flow([] if raw is None else [raw])}")
+        raise ConfigError(f"{shown(raw)} is not a list; write {short(_flow([] if raw is None else [raw]), SHOWN)}")
     items = typing.get_args(kind)
     kinds = [items[0]] * len(raw) if items[-1] is Ellipsis else items
     if len(kinds) != len(raw):
-        raise ConfigError(f"{raw!r} is not a list of {len(kinds)}")
+        raise ConfigError(f"{shown(raw)} is not a list of {len(kinds)}")
     return tuple(_converter.structure(item, each) for item, each in zip(raw, kinds, strict=True))
+
+
+def _section(kind: type[Any]) -> Callable[[Any, Any], Any]:
+    """What reads a dataclass."""
+    read = make_dict_structure_fn(kind, _converter, _cattrs_forbid_extra_keys=True)
+
+    def hook(raw: Any, _: Any) -> Any:
+        if not isinstance(raw, Mapping):
+            keys = some(f.name for f in dataclasses.fields(kind))
+            raise ConfigError(f"{shown(raw)} is not a mapping" + (f" of {keys}" if keys else ""))
+        return read(raw, kind)
+
+    return hook
 
 
 def _is_tuple(kind: Any) -> bool:
@@ -407,10 +435,11 @@ def _is_union(kind: Any) -> bool:
 
 
 _converter = Converter(forbid_extra_keys=True)
+_converter.register_structure_hook_factory(dataclasses.is_dataclass, _section)
 _converter.register_structure_hook(bool, _strict(bool, (bool,), "true or false"))
 _converter.register_structure_hook(int, _strict(int, (int,), "a whole number"))
-_converter.register_structure_hook(float, _strict(float, (int, float), "a number"))
-_converter.register_structure_hook(str, _strict(str, (str,), "a text"))
+_converter.register_structure_hook(float, _number)
+_converter.register_structure_hook(str, lambda raw, _: limits.check_text(raw))
 _converter.register_structure_hook_func(_is_literal, _literal)
 _converter.register_structure_hook_func(_is_union, _union)
 _converter.register_structure_hook_func(_is_tuple, _tuple)
@@ -423,12 +452,12 @@ _converter.register_unstructure_hook(tuple, list)
 def structure(raw: Any, kind: type[T], where: str = "") -> T:
     """Convert plain dicts, lists and scalars to a dataclass; an error names the path of the wrong key or value."""
     try:
+        limits.check_plain(raw)
         value = _converter.structure(raw if raw is not None else {}, kind)
     except BaseValidationError as error:
         lines = transform_error(error, path=where or "$", format_exception=_describe)
-        raise ConfigError(
-            "\n".join(line.replace("$.", "").replace("$", "the configuration") for line in lines)
-        ) from None
+        lines = [line.replace("$.", "").replace("$", "the configuration") for line in lines]
+        raise ConfigError(some(lines, "; ")) from None
     except ConfigError as error:
         raise ConfigError(f"{error} @ {where}" if where else str(error)) from None
     _check(value, where)
@@ -438,15 +467,13 @@ def structure(raw: Any, kind: type[T], where: str = "") -> T:
 def _describe(error: BaseException, kind: type | None) -> str:
     if isinstance(error, ForbiddenExtraKeysError):
         known = [f.name for f in dataclasses.fields(error.cl)]
-        return " ".join(unknown("key", str(name), known) for name in sorted(error.extra_fields, key=str))
+        first, *more = sorted(map(str, error.extra_fields))
+        return unknown("key", first, known) + (f" Unknown, too: {short(some(more), SHOWN)}." if more else "")
     if isinstance(error, ConfigError):
         return str(error)
     if isinstance(error, KeyError):
         return f"the key {error} is missing"
-    expected = (
-        f"a mapping of {kind.__name__} keys" if dataclasses.is_dataclass(kind) else str(getattr(kind, "__name__", kind))
-    )
-    return f"expected {expected} ({error})"
+    return f"expected {getattr(kind, '__name__', kind)} ({short(str(error))})"
 
 
 def _check(value: Any, where: str) -> None:
@@ -455,9 +482,15 @@ def _check(value: Any, where: str) -> None:
         item, path = getattr(value, f.name), f"{where}.{f.name}" if where else f.name
         check = f.metadata.get("check")
         if check is not None and not check(item):
-            raise ConfigError(f"{path} is {item!r}; expected {f.metadata['expected']}.")
+            raise ConfigError(f"{path} is {shown(item)}; expected {f.metadata['expected']}.")
+        if check is not None and any(isinstance(n, int) and n > limits.COUNT for n in _items(item)):
+            raise ConfigError(f"{path} is {shown(item)}; expected at most {limits.COUNT:,}.")
         if dataclasses.is_dataclass(item) and not isinstance(item, Named):
             _check(item, path)
+
+
+def _items(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def plain(value: Any) -> Any:
@@ -482,15 +515,7 @@ def plain(value: Any) -> Any:
 
 def read(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     """Read a YAML file as a `Config` and apply `key.path=value` overrides."""
-    path = Path(path)
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(
-            f"there is no configuration at {path}; `fedprism run --print-config > {path}` writes one."
-        ) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read as YAML: {error}") from None
+    raw = read_yaml(path, f"there is no configuration at {path}; `fedprism run --print-config > {path}` writes one.")
     if raw is not None and not isinstance(raw, dict):
         raise ConfigError(f"{path} contains a {type(raw).__name__}; expected keys such as `data:` and `method:`.")
     return structure(override(raw or {}, overrides), Config)
@@ -503,17 +528,9 @@ def override(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]
     {'train': {'rounds': 50}, 'method': {'name': 'fedprox'}}
     """
     result: dict[str, Any] = {k: dict(v) if isinstance(v, Mapping) else v for k, v in raw.items()}
-    overrides = list(overrides)
-    _forget_settings(result, overrides)
-    for text in overrides:
-        path, equals, value = text.partition("=")
-        keys = path.strip().split(".")
-        if not equals or not all(keys):
-            raise ConfigError(f"--set {text!r}: expected key.path=value, such as train.rounds=50.")
-        try:
-            parsed = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"--set {text!r}: the value is not YAML ({error}).") from None
+    given = [(text, *_key_and_value(text)) for text in overrides]
+    _forget_settings(result, [(keys, value) for _, keys, value in given])
+    for text, keys, value in given:
         level, default = result, plain(Config())
         for name in keys[:-1]:
             default = default.get(name, {}) if isinstance(default, Mapping) else {}
@@ -522,21 +539,30 @@ def override(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]
                 inner = {"name": inner} if name != "normalize" else {}
             if inner is not None and not isinstance(inner, Mapping):
                 what = "a list; set all of it" if isinstance(inner, list) else "a single value without keys of its own"
-                raise ConfigError(f"--set {text!r}: {name} is {inner!r}, {what}.")
+                raise ConfigError(f"--set {shown(text)}: {name} is {shown(inner)}, {what}.")
             # A key that the file does not set keeps the default's name: `method.mu=1` alone sets the default method's.
             level[name] = (
                 dict(inner or {}) if name in level else {k: v for k, v in (inner or {}).items() if k == "name"}
             )
             level = level[name]
-        level[keys[-1]] = parsed
+        level[keys[-1]] = value
         if keys == ["model", "name"]:  # one model for all, or one per client: the last setting wins
             level.pop("per_client", None)
-        elif keys[:2] == ["model", "per_client"] and parsed is not None:
+        elif keys[:2] == ["model", "per_client"] and value is not None:
             result["model"].pop("name", None)
     return result
 
 
-def _forget_settings(raw: dict[str, Any], overrides: Iterable[str]) -> None:
+def _key_and_value(text: str) -> tuple[list[str], Any]:
+    """The keys from the top and the value of an override."""
+    path, equals, value = text.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"--set {shown(text)}: expected key.path=value, such as train.rounds=50.")
+    return keys, parse_yaml(value, f"--set {shown(text)}: the value")
+
+
+def _forget_settings(raw: dict[str, Any], given: Iterable[tuple[list[str], Any]]) -> None:
     """Drop the settings of the file's method, model, partition or schedule where an override names another."""
     stays: dict[str, set[str]] = {
         "method": set(),
@@ -545,22 +571,19 @@ def _forget_settings(raw: dict[str, Any], overrides: Iterable[str]) -> None:
         "train.schedule": set(),
         "server.aggregator": set(),
     }
-    for text in overrides:
-        path, _, value = text.partition("=")
-        kind, _, key = path.strip().rpartition(".")
-        *above, last = kind.split(".")
+    for (*above, key), value in given:
+        kind = ".".join(above)
+        if kind not in stays:
+            continue
         level: Any = raw
-        for name in above:
+        for name in above[:-1]:
             level = level.get(name) if isinstance(level, dict) else None
-        current = level.get(last) if isinstance(level, dict) else None
-        if kind not in stays or not isinstance(current, dict):
+        current = level.get(above[-1]) if isinstance(level, dict) else None
+        if not isinstance(current, dict):
             continue
-        try:
-            other = key == "name" and current.get("name") not in (None, yaml.safe_load(value))
-        except yaml.YAMLError:  # `override` reports it
-            continue
+        other = key == "name" and current.get("name") not in (None, value)
         if other or (kind, key) == ("model", "per_client"):
-            level[last] = {k: v for k, v in current.items() if k in stays[kind]}
+            level[above[-1]] = {k: v for k, v in current.items() if k in stays[kind]}
 
 
 read_config = read  # its public name

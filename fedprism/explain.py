@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fedprism import keys
+from fedprism import keys, limits
 from fedprism.config import Config, DataConfig, ModelConfig, Named, structure
 from fedprism.data.progress import progress
 from fedprism.engines.inprocess import InProcess
@@ -157,6 +157,12 @@ def traffic(
     names = [f"client {number}" for number in range(1, max(len(_listed(model)), 2) + 1)]
     federation = _noise(names, classes, inputs(model, size), count=2 if known else max(classes, 2))
     info = make_info(config, federation.names, classes, federation.shape)
+    numbers = sum(arch.parameters for arch in info.archs.values())
+    limits.check_memory(
+        f"the rounds in which bytes are counted, with {numbers:,} parameters at {len(names)} clients,",
+        4 * 4 * numbers,  # weights, upload, sum and download
+        "choose a smaller model, smaller images, or fewer classes",
+    )
     kind = Untrained if known else InProcess
     played = (0, rounds - 1, rounds - 1)  # the last one twice: by then, what is sent once after a warm-up was sent
     with progress("counting bytes", 1 + len(played)) as step:

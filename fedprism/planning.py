@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 
 from fedprism import config as configuration
+from fedprism import limits
 from fedprism.aggregators import AGGREGATORS, check_aggregator, make_aggregator
 from fedprism.config import LOCAL, Config, EvaluateConfig, Named
 from fedprism.data import Dataset, folder
@@ -17,7 +20,7 @@ from fedprism.data.base import chosen_domains, side
 from fedprism.data.images import changes
 from fedprism.engines.choose import check_engine, resolve_compile
 from fedprism.engines.numerics import choose_device, choose_precision
-from fedprism.errors import ConfigError
+from fedprism.errors import ConfigError, shown
 from fedprism.federation.partitions import partition_of
 from fedprism.methods import make, named
 from fedprism.methods.base import Method
@@ -36,7 +39,7 @@ def resolve(config: Config, method: Method | None = None) -> Config:
     config = configuration.structure(configuration.plain(config), Config)  # one built in Python is checked like YAML
     method = method or make(config.method)
     configuration.structure(configuration.plain(method), type(method), "method")
-    learning_rate(config.train, 0)
+    learning_rate(config.train, config.train.rounds)  # the last round's is the largest that a schedule can grow to
     changes(config.data.augment)
     device = choose_device(config.run.device)
     if config.run.engine != "auto":
@@ -89,14 +92,21 @@ def _models_in_folders(config: Config) -> dict[str, Any]:
 def directory_of(config: Config, name: str, out: str | Path | None, method: Method | None = None) -> Path:
     """Where a run is written: `out`, or `run.out` with {config}, {method} and {seed} filled in."""
     pattern = str(out) if out is not None else config.run.out
-    if "\0" in pattern:
-        raise ConfigError(f"run.out is {pattern!r}; a path cannot hold a null character.")
-    try:
-        return Path(pattern.format(config=name, method=(method or make(config.method)).id, seed=config.seed))
-    except (KeyError, IndexError, ValueError, AttributeError):
+    parts = {"config": name, "method": (method or make(config.method)).id, "seed": str(config.seed)}
+    if re.search(r"[{}]", re.sub(rf"\{{({'|'.join(parts)})\}}", "", pattern)):
         raise ConfigError(
-            f"run.out is {pattern!r}; it may hold {{config}}, {{method}} and {{seed}}, and nothing else in braces."
-        ) from None
+            f"run.out is {shown(pattern)}; it may hold {{config}}, {{method}} and {{seed}}, and nothing else in braces."
+        )
+    path = re.sub(r"\{(\w+)\}", lambda found: parts[found[1]], pattern)
+    if "\0" in path:
+        raise ConfigError(f"run.out is {shown(path)}, which holds a null character; choose another directory.")
+    length, longest = len(os.fsencode(path)), max(len(os.fsencode(part)) for part in path.split(os.sep))
+    if length > limits.PATH_BYTES or longest > limits.PART_BYTES:
+        raise ConfigError(
+            f"run.out is {shown(path)}, a path of {length:,} bytes whose longest part has {longest:,}; expected at "
+            f"most {limits.PATH_BYTES:,} and {limits.PART_BYTES}. Choose a shorter one."
+        )
+    return Path(path)
 
 
 @dataclass(frozen=True)

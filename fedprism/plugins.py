@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -11,9 +12,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
-from fedprism import keys
+from fedprism import keys, limits
 from fedprism.config import Named, plain, structure
-from fedprism.errors import ConfigError
+from fedprism.errors import ConfigError, short, shown
 from fedprism.registry import Registry
 
 T = TypeVar("T")
@@ -31,6 +32,7 @@ class Plugins(Registry[type[T]], Generic[T]):
 
     def find(self, name: str) -> type[T]:
         """The class behind a name: a built-in id, an entry point, `path/to/file.py:Class` or `package.module:Class`."""
+        limits.check_text(name)
         if name.endswith(".py") or ".py:" in name:
             return self._from_file(name)
         if ":" in name:
@@ -73,16 +75,21 @@ class Plugins(Registry[type[T]], Generic[T]):
 
     def _from_module(self, name: str) -> type[T]:
         path, _, wanted = name.partition(":")
+        if not all(part.isidentifier() for part in (*path.split("."), wanted)):
+            raise ConfigError(
+                f"the {self.kind} {shown(name)} is neither path/to/file.py:Class nor package.module:Class."
+            )
         try:
             return self._checked(getattr(import_module(path), wanted), name)
         except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"the {self.kind} {name!r} cannot be imported: {error}.") from error
+            raise ConfigError(f"the {self.kind} {shown(name)} cannot be imported: {short(str(error))}.") from error
 
     def _from_file(self, name: str) -> type[T]:
         path, _, wanted = name.rpartition(":") if ".py:" in name else (name, "", "")
-        if not Path(path).is_file():
-            raise ConfigError(f"there is no file {path!r} to take the {self.kind} {wanted or '?'} from.")
-        module = _module_of(Path(path).resolve(), path)
+        file = Path(os.path.realpath(path))  # unlike `Path.resolve`, no error where links go in a circle
+        if not os.path.isfile(file):  # `Path.is_file` raises an error where a name is too long
+            raise ConfigError(f"there is no file {shown(path)} to take the {self.kind} {short(wanted) or '?'} from.")
+        module = _module_of(file, path)
         classes = {
             n: c
             for n, c in vars(module).items()

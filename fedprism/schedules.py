@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
-from fedprism.config import TrainConfig, positive, setting, structure
+from fedprism import limits
+from fedprism.config import Named, TrainConfig, positive, setting, structure
+from fedprism.errors import ConfigError
 from fedprism.registry import Registry
 
 SCHEDULES: Registry[type[Constant]] = Registry("schedule")
@@ -56,12 +57,21 @@ class Exponential(Constant):
 
 def learning_rate(train: TrainConfig, round: int, base: float | None = None) -> float:
     """The learning rate of a round, counted from 0."""
-    schedule = _schedule(train.schedule.name, tuple(train.schedule.settings.items()))
     # After the last round, where its result is evaluated, the last round's rate holds.
-    factor = schedule.factor(min(round, train.rounds - 1), train.rounds)
-    return (train.optimizer.lr if base is None else base) * factor
+    round, full = min(round, train.rounds - 1), train.optimizer.lr if base is None else base
+    try:
+        rate = full * make_schedule(train.schedule).factor(round, train.rounds)
+    except OverflowError:
+        rate = math.inf
+    if rate > limits.NUMBER:
+        raise ConfigError(
+            f"train.schedule makes the learning rate of round {round + 1} larger than {limits.NUMBER:g}; "
+            "expected a smaller train.optimizer.lr, or a gamma of at most 1."
+        )
+    return rate
 
 
 @lru_cache(maxsize=16)
-def _schedule(name: str, settings: tuple[tuple[str, Any], ...]) -> Constant:
-    return structure(dict(settings), SCHEDULES[name], "train.schedule")
+def make_schedule(named: Named) -> Constant:
+    """The schedule of a configuration."""
+    return structure(dict(named.settings), SCHEDULES[named.name], "train.schedule")

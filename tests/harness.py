@@ -520,10 +520,12 @@ def record(
 # A part of the package imports what stands to its left.
 ORDER = [
     "errors",
+    "limits",
     "files",
     "atomic",
     "keys",
     "registry",
+    "yamlfile",
     "config",
     "plugins",
     "data",

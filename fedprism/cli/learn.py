@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-import yaml
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from fedprism import config as configuration
-from fedprism import index
+from fedprism import index, limits
 from fedprism.cli.app import LEARN, command
 from fedprism.cli.output import loading, stdout, user_errors
 from fedprism.config import Config, ModelConfig
-from fedprism.errors import ConfigError
+from fedprism.errors import ConfigError, shown
 from fedprism.files import read_text
+from fedprism.yamlfile import parse_yaml
 
 if TYPE_CHECKING:
     from fedprism.explain import Counted
@@ -176,8 +176,8 @@ def explain(
             "--set", metavar="KEY=VALUE", help="A setting of the method, or [b]transforms[/b]. May be repeated."
         ),
     ] = None,
-    classes: Annotated[int, typer.Option(min=2, help="Classes of the data.")] = 10,
-    image_size: Annotated[int, typer.Option(min=1, help="Pixels a side; three channels.")] = 32,
+    classes: Annotated[int, typer.Option(min=2, max=limits.CLASSES, help="Classes of the data.")] = 10,
+    image_size: Annotated[int, typer.Option(min=1, max=limits.SIDE, help="Pixels a side; three channels.")] = 32,
 ) -> None:
     """What a method does: its paper, what stays with the client, its settings, and the bytes that it sends.
 
@@ -244,10 +244,7 @@ def explain(
 
 def _parse_models(text: str) -> ModelConfig:
     """The models of `explain`: a name, a mapping with a name, or several of them in a list or separated by commas."""
-    try:
-        raw = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raw = None
+    raw = parse_yaml(text, f"--model {shown(text)}")
     if isinstance(raw, str) and "," in raw:
         raw = [name.strip() for name in raw.split(",")]
     if isinstance(raw, list):
@@ -255,7 +252,7 @@ def _parse_models(text: str) -> ModelConfig:
     listed = raw.get("per_client", []) if isinstance(raw, dict) else []
     if not isinstance(raw, str | dict) or not isinstance(listed, list):
         raise ConfigError(
-            f"--model is {text!r}; expected a model's name, a mapping such as {{name: resnet18, width: 16}}, or a "
+            f"--model is {shown(text)}; expected a model's name, a mapping such as {{name: resnet18, width: 16}}, or a "
             "list of them such as [lenet-bn, mlp]."
         )
     return configuration.structure(raw, ModelConfig, "model")

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 import torch
-import yaml
 from torch import Tensor
 
 from fedprism.config import DataConfig, structure
 from fedprism.errors import ConfigError, DataError, unknown
 from fedprism.registry import Registry
+from fedprism.yamlfile import parse_yaml
 
 T = TypeVar("T")
 Loader = Callable[[DataConfig, int], "Dataset"]
@@ -83,10 +83,7 @@ def options(config: DataConfig, kind: type[T]) -> T:
         key, equals, value = pair.partition("=")
         if not equals:
             raise ConfigError(f"data.name is {config.name!r}: {pair!r} is not key=value.")
-        try:
-            raw[key.strip()] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise ConfigError(f"data.name is {config.name!r}: the value of {key.strip()} cannot be read.") from None
+        raw[key.strip()] = parse_yaml(value, f"data.name is {config.name!r}: the value of {key.strip()}")
     return structure(raw, kind, f"the options of {config.name!r}")
 
 
@@ -119,12 +116,20 @@ def check_names(kind: str, names: Iterable[str]) -> None:
         problem = _name_problem(name)
         if problem:
             raise DataError(f"{kind} name {str(name)[:NAME_LENGTH]!r} {problem}; rename it.")
-        folded = unicodedata.normalize("NFC", name).casefold()
-        if folded in seen:
-            how = "is given twice" if seen[folded] == name else "differ only by case"
-            pair = f"name {name!r}" if seen[folded] == name else f"names {seen[folded]!r} and {name!r}"
-            raise DataError(f"{kind} {pair} {how}; rename one of them.")
+        composed = unicodedata.normalize("NFC", name)
+        folded = composed.casefold()
+        other = seen.get(folded)
         seen[folded] = name
+        if other is None:
+            continue
+        if other == name:
+            raise DataError(f"{kind} name {name!r} is given twice; rename one of them.")
+        if unicodedata.normalize("NFC", other) != composed:
+            raise DataError(f"{kind} names {other!r} and {name!r} differ only by case; rename one of them.")
+        raise DataError(
+            f"{kind} names {other!a} and {name!a} differ only by how Unicode spells the same letters ({composed!r}); "
+            "rename one of them."
+        )
 
 
 def _name_problem(name: object) -> str:

@@ -24,7 +24,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-import yaml
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -32,7 +31,8 @@ from fedprism.config import DataConfig, setting, structure
 from fedprism.data.base import DATASETS, Dataset, check_names, side
 from fedprism.data.pictures import DAMAGED, SUFFIXES, read_picture, reason
 from fedprism.data.progress import progress
-from fedprism.errors import ConfigError, DataError, some
+from fedprism.errors import ConfigError, DataError, shown, some
+from fedprism.yamlfile import read_yaml
 
 TEST_SHARE = 0.2
 SIDE = 16  # default pixels per side
@@ -112,11 +112,11 @@ def own_models(config: DataConfig) -> dict[Path, Any]:
 
 def _model(file: Path) -> Any:
     try:
-        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise DataError(f"{file} cannot be read as YAML: {error}") from None
+        raw = read_yaml(file)
+    except ConfigError as error:
+        raise DataError(str(error)) from None
     if not isinstance(raw.get("name") if isinstance(raw, dict) else raw, str):
-        found = "is empty" if raw is None else f"holds {raw!r}"
+        found = "is empty" if raw is None else f"holds {shown(raw)}"
         raise DataError(
             f"{file} {found}; expected a model's name, such as `resnet18`, or a mapping with a `name` and its "
             "settings, such as `{name: resnet18, width: 16}`."

@@ -6,7 +6,6 @@ pattern with noise, so that a linear model can learn it. With all skews at 0, cl
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from fedprism import keys
+from fedprism import keys, limits
 from fedprism.config import DataConfig, positive, setting, share
 from fedprism.data.base import DATASETS, WITH_OPTIONS, Dataset, chosen_domains, options, side
 from fedprism.errors import DataError
@@ -109,21 +108,13 @@ def _check_memory(given: Options, size: int) -> None:
     images, pixels = given.clients * given.samples, given.channels * size**2
     needed = given.clients * CLIENT_BYTES + images * (IMAGE_BYTES + pixels) + given.classes * (CLASS_BYTES + 8 * pixels)
     needed += 12 * given.channels**2 if given.feature_skew else 0  # the matrix that rotates a client's colours
-    available = _memory()
+    available = limits.machine_memory()
     if available is not None and needed > available:
         raise DataError(
             f"{NAME}: {given.clients:,} clients x {given.samples:,} images of {given.channels:,} x {size} x {size}, "
             f"and {given.classes:,} patterns, need {needed / 2**30:,.1f} GiB, and this machine has "
             f"{available / 2**30:,.1f}; choose fewer or smaller ones."
         )
-
-
-def _memory() -> int | None:
-    """Memory of this machine in bytes; None if unknown."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # Windows
-        return None
 
 
 def _names(clients: int) -> tuple[str, ...]:

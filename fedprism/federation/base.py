@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedprism import keys
+from fedprism import keys, limits
 from fedprism.config import SPLITS, DataConfig, structure
 from fedprism.data import check_names
 from fedprism.errors import DataError, unknown
@@ -19,6 +19,7 @@ from fedprism.federation.splits import check_shares, split
 
 SHOWN = 20  # clients in a repr
 DIGESTED_AT_ONCE = 1024  # images, so that a memory-mapped file is not copied as a whole
+COMPARED_AT_ONCE = 2**24  # labels times classes
 
 
 class Split:
@@ -139,7 +140,9 @@ class ClientData:
     def class_counts(self, part: str = "train") -> Tensor:
         """int64 [classes]: images per class."""
         y = self.split(part).y  # not `bincount`, which synchronises with the device
-        return (y.unsqueeze(1) == torch.arange(self.classes, device=y.device)).sum(0)
+        classes = torch.arange(self.classes, device=y.device)
+        pieces = torch.split(y, max(1, COMPARED_AT_ONCE // self.classes))
+        return torch.stack([(piece.unsqueeze(1) == classes).sum(0) for piece in pieces]).sum(0)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -244,6 +247,11 @@ class Federation:
         }
         config = structure(data, DataConfig, "data")
         highest = max((int(one.y.max()) for one in every if len(one)), default=0)
+        if highest >= limits.CLASSES:
+            raise DataError(
+                f"the highest label is {highest:,}; labels count classes from 0, so that would be {highest + 1:,} "
+                f"classes, and at most {limits.CLASSES:,} are possible. Number the classes that there are from 0."
+            )
         names = tuple(class_names or (str(label) for label in range(highest + 1)))
         made = {}
         for client, splits in given.items():

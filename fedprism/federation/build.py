@@ -16,7 +16,7 @@ from fedprism.config import SPLITS, DataConfig, Named, plain, structure
 from fedprism.data import Dataset, load
 from fedprism.errors import ConfigError, DataError
 from fedprism.federation.base import ClientData, Federation, Split
-from fedprism.federation.partitions import Domain, Partition, Share, partition_of
+from fedprism.federation.partitions import Domain, Partition, Share, partition_of, parts_of
 from fedprism.federation.splits import Indices, SplitIndices, as_the_smallest, check_split, count, split, stratified
 
 NOISY_AT_ONCE = 1024  # images: the noise needs four times their memory
@@ -62,9 +62,10 @@ def build_federation(config: DataConfig, seed: int) -> Federation:
     partition = partition.settled(dataset)
     public = _set_aside(dataset, config.public, seed)
     pool = np.setdiff1d(np.arange(len(dataset)), public)
+    _refuse_many(dataset, config, partition, pool)
     shares = partition.deal(replace(dataset, min_train=_to_deal(dataset, config)), pool, seed)
     splits = {share.client: _divide(dataset, config, share, seed) for share in shares}
-    _refuse_small(dataset, config, partition, pool, splits, seed)
+    _refuse_small(dataset, config, partition, pool, splits)
     if config.split.rule == "smallest":
         splits = as_the_smallest(splits, config.split)
     splits = _cut(splits, config.fraction, config.samples)
@@ -143,13 +144,26 @@ def _divide(dataset: Dataset, config: DataConfig, share: Share, seed: int) -> Sp
     )
 
 
+def _refuse_many(dataset: Dataset, config: DataConfig, partition: Partition, pool: Indices) -> None:
+    """Refuse more clients than there are images for, before anything is made for each of them."""
+    asked = partition.of or partition.clients or 0
+    # The images of those that `of` leaves out are not needed, so there may be few of them.
+    if asked <= (len(pool) // dataset.min_train if partition.of is None else len(pool)):
+        return
+    possible = _possible(dataset, config, partition, pool)
+    raise DataError(
+        f"{partition.asked(asked)}, but there are {len(pool):,} images to divide, and a client needs at least "
+        f"{dataset.min_train} to train on. "
+        + (f"At most {possible} clients are possible with these shares." if possible else "Ask for fewer clients.")
+    )
+
+
 def _refuse_small(
     dataset: Dataset,
     config: DataConfig,
     partition: Partition,
     pool: Indices,
     splits: Mapping[str, SplitIndices],
-    seed: int,
 ) -> None:
     """Refuse a client with too few images; say how many clients are possible, if that can be found."""
     small = _too_small(dataset, splits)
@@ -160,19 +174,38 @@ def _refuse_small(
         f"with {clients} clients, client {small!r} is left with {len(own.train)} training and {len(own.test)} test "
         f"images; expected at least {dataset.min_train} and 1."
     )
-    if not isinstance(partition, Domain) or partition.of or partition.order != "turns":
+    possible = _possible(dataset, config, partition, pool)
+    if possible is None:
         fewer = "Ask for fewer clients, or change" if clients > 1 else "Change"
         raise DataError(f"{message} {fewer} data.partition, data.split or data.public.")
-
-    def fails(fewer: int) -> bool:
-        shares = replace(partition, clients=fewer).deal(dataset, pool, seed)
-        return bool(_too_small(dataset, {share.client: _divide(dataset, config, share, seed) for share in shares}))
-
-    upper = 0 if dataset.sites else min(clients - 1, len(pool) // dataset.min_train)
-    possible = bisect_left(range(1, upper + 1), True, key=fails)  # more clients have fewer images each
     if possible:
         raise DataError(f"{message} At most {possible} clients are possible with these shares.")
     raise DataError(f"{message} Give it more images, or change data.split or data.public.")
+
+
+def _possible(dataset: Dataset, config: DataConfig, partition: Partition, pool: Indices) -> int | None:
+    """The largest number of clients that all have enough images, below the one asked for; None if unknown."""
+    if not isinstance(partition, Domain) or partition.of or partition.order != "turns":
+        return None
+
+    validation = config.split.validation if config.split.rule == "shares" else 0.0
+    domains = len(dataset.domain_names)
+    parts = [np.bincount(dataset.domains.numpy()[part], minlength=domains) for part in parts_of(dataset, pool)]
+
+    def fails(fewer: int) -> bool:
+        """Shares of a domain are equal, or differ by one image, so their sizes are enough."""
+        for number in range(min(domains, fewer)):
+            members = len(range(number, fewer, domains))
+            train, *own_test = ({int(part[number]) // members, -(-int(part[number]) // members)} for part in parts)
+            test = 0.0 if own_test else dataset.test_share
+            tested = min(own_test[0]) if own_test else min(count(test, n, dataset.round_up) for n in train)
+            left = min(_left(n, validation, test, dataset.round_up) for n in train)
+            if left < dataset.min_train or not tested:
+                return True
+        return False
+
+    upper = 0 if dataset.sites else min((partition.clients or 1) - 1, len(pool) // dataset.min_train)
+    return bisect_left(range(1, upper + 1), True, key=fails)  # more clients have fewer images each
 
 
 def _too_small(dataset: Dataset, splits: Mapping[str, SplitIndices]) -> str | None:

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedprism import keys
+from fedprism import keys, limits
 from fedprism.config import Named, plain, positive, setting, structure
 from fedprism.data import Dataset
 from fedprism.errors import ConfigError
@@ -53,6 +53,8 @@ class Partition:
     def settled(self, dataset: Dataset) -> Partition:
         """The partition with its number of clients set for this dataset; refuses an invalid one."""
         clients = self.clients or self.usual(dataset)
+        if (self.of or clients) > limits.CLIENTS:
+            raise ConfigError(f"{self.asked(self.of or clients)}; expected at most {limits.CLIENTS:,}.")
         if self.of is not None and self.of < clients:
             raise ConfigError(
                 f"data.partition.of is {self.of}, but data.partition.clients is {clients}; "

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from fedprism import limits
 from fedprism.config import setting
 from fedprism.methods import leaves, register
 from fedprism.methods.base import Arch, Client, Context, Info, Net, Parts, Pass, State, Tensors, Upload
@@ -43,6 +44,8 @@ class FedDistill(FedProto):
     inference: ClassVar[Literal["prototype", "head"]] = "head"  # type: ignore[misc]  # no setting here
 
     def build(self, arch: Arch, client_id: str | None, info: Info, seed: int) -> nn.Module:
+        what = f"the mean outputs of {info.classes:,} classes, at {len(info.clients)} clients and the server,"
+        limits.check_memory(what, 4 * info.classes**2 * (2 * len(info.clients) + 2), "choose another method")
         means = {"mean": torch.zeros(info.classes, info.classes), "count": torch.zeros(info.classes)}
         return Parts(net=arch.model(seed), prototypes=Tensors(means))
 

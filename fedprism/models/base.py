@@ -11,6 +11,7 @@ import copy
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar, TypeVar
@@ -18,9 +19,9 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fedprism import keys
+from fedprism import keys, limits
 from fedprism.config import structure
-from fedprism.errors import ConfigError, FedprismError
+from fedprism.errors import ConfigError, FedprismError, short
 from fedprism.models import adapter as adapters
 from fedprism.registry import Registry
 
@@ -86,10 +87,29 @@ def fresh(make: Callable[[], ModuleT], seed: int, name: str) -> ModuleT:
 
     >>> policy = fresh(lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU()), seed=0, name="policy")
     """
-    with torch.device("meta"):
+    with _hollow(name):
         module = make()
+    _refuse_large(name, sum(parameter.numel() for parameter in module.parameters()))
     initialise(_allocate(name, module), seed, name)
     return module
+
+
+@contextmanager
+def _hollow(name: str) -> Iterator[None]:
+    """Make modules on the meta device, without storage: `initialise` draws the weights, so constructors need not."""
+    try:
+        with torch.device("meta"):
+            yield
+    except RuntimeError as error:
+        if "overflow" not in str(error):
+            raise
+        raise ConfigError(f"{name} is too large for any computer: {short(str(error))}. Choose a smaller one.") from None
+
+
+def _refuse_large(name: str, parameters: int) -> None:
+    """Refuse a model of which memory does not hold two: there are at least the server's and a client's."""
+    what = f"the {parameters:,} parameters of {name}, at the server and one client,"
+    limits.check_memory(what, 2 * 4 * parameters, "choose a smaller model, or smaller images")
 
 
 def last_linear(module: nn.Module) -> nn.Linear:
@@ -208,6 +228,7 @@ class Arch:
         return copy.deepcopy(_initial_model(self, seed, torch.get_default_dtype()))
 
     def _initialised(self, seed: int) -> Model:
+        _refuse_large(self.label, self.parameters)
         blocks, cut = self._blocks()
         for name, block in blocks:
             initialise(_allocate(name, block), seed, name)
@@ -249,8 +270,8 @@ class Arch:
         return f"{self.label}, {self.parameters:,} parameters"
 
     def _uncut(self) -> list[Block]:
-        """The family's network on the meta device: `initialise` draws the weights, so the constructors need not."""
-        with torch.device("meta"):
+        """The family's network on the meta device."""
+        with _hollow(self.name):
             return MODELS[self.name](**dict(self.settings)).blocks(self.classes, self.shape)
 
     def _body_width(self) -> int:
@@ -264,7 +285,7 @@ class Arch:
         cut = self._cut(blocks)
         if self.features is None:
             return blocks, cut
-        with torch.device("meta"):
+        with _hollow(self.name):
             between = adapters.adapt(self.adapter, _linear(blocks[cut][1]), self.features)
         return [*blocks[:cut], ("adapter", between), *blocks[cut:]], cut + 1
 

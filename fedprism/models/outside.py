@@ -22,7 +22,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from fedprism import keys
 from fedprism.config import setting
-from fedprism.errors import ConfigError
+from fedprism.errors import ConfigError, short
 from fedprism.models.adapter import Pool2d
 from fedprism.models.base import MODELS, Block, Family, Whole
 
@@ -185,16 +185,16 @@ def _device(library: str, name: str, classes: int, shape: tuple[int, ...]) -> st
                 head = classifier_of(model, classes)
                 whole = ends_in(model, head, torch.zeros(2, *shape))
             except ConfigError as error:
-                raise ConfigError(f"{library}:{name} cannot be used: {error}") from None
+                raise ConfigError(f"{library}:{short(name)} cannot be used: {error}") from None
             except REFUSALS as error:
                 tried = error
                 continue
         if whole:
             return device
-        raise ConfigError(f"{library}:{name} cannot be used: its scores are not its classifier's output.")
+        raise ConfigError(f"{library}:{short(name)} cannot be used: its scores are not its classifier's output.")
     raise ConfigError(
-        f"{library}:{name} cannot take images of {' x '.join(map(str, shape))}: {tried}. Set data.image_size to what "
-        "it takes, or choose another model."
+        f"{library}:{name} cannot take images of {' x '.join(map(str, shape))}: {short(str(tried))}. "
+        "Set data.image_size to what it takes, or choose another model."
     )
 
 

@@ -120,7 +120,7 @@ class ViT(Family):
 
     patch: int = setting(16, "side of a patch, in pixels", positive, "1 or more")
     width: int = setting(768, "features of a token", positive, "1 or more")
-    depth: int = setting(12, "blocks", positive, "1 or more")
+    depth: int = setting(12, "blocks", lambda v: 1 <= v <= 1000, "1 to 1000")
     heads: int = setting(12, "attention heads of a block; must divide width", positive, "1 or more")
     mlp: int = setting(4, "inner width of a block's MLP, as a multiple of width", positive, "1 or more")
 
@@ -170,5 +170,5 @@ class ViTTiny(ViT):
 
     patch: int = setting(8, "side of a patch, in pixels", positive, "1 or more")
     width: int = setting(64, "features of a token", positive, "1 or more")
-    depth: int = setting(2, "blocks", positive, "1 or more")
+    depth: int = setting(2, "blocks", lambda v: 1 <= v <= 1000, "1 to 1000")
     heads: int = setting(4, "attention heads of a block; must divide width", positive, "1 or more")
