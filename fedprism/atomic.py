@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fedprism.errors import RecordError
+from fedprism.errors import FedprismError, RecordError
 
 _SUFFIX = ".partial"
 
@@ -88,6 +89,17 @@ def sweep(folder: Path) -> None:
     """Remove temporary files of interrupted writes; call it only while holding the lock."""
     for path in folder.glob(f".*{_SUFFIX}"):
         path.unlink(missing_ok=True)
+
+
+def temporary_folder(prefix: str) -> Path:
+    """A new folder for what is not kept."""
+    try:
+        return Path(tempfile.mkdtemp(prefix=prefix))
+    except OSError as error:
+        raise FedprismError(
+            f"a run without a directory needs a temporary folder, and none can be made: {error.strerror or error}. Set "
+            "TMPDIR to a folder that can be written, or give the run a directory (`out`)."
+        ) from error
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from fedprism.methods.base import Client, Info, Method, State
 from fedprism.models import Arch
 from fedprism.round.client import Job, client_evaluate, client_receive, client_round, open_slot
 from fedprism.round.engine import Result
+from fedprism.round.memory import enough_memory
 
 AHEAD = 2  # messages under way in each direction: one at work, one waiting
 PARENT_POLL = 0.5  # seconds between two checks that the parent still lives
@@ -120,7 +121,7 @@ def _leave() -> None:
     left would keep the process. What is to be done at exit is done."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, AttributeError):  # a stream may be broken, closed, or None from the start
             stream.flush()
     os._exit(0)
 
@@ -134,7 +135,7 @@ class Worker:
             self.begin(note, *states)
             return Answer(None), []
         start = time.perf_counter()
-        with numerics(self.config.run, torch.device("cpu")):
+        with numerics(self.config.run, torch.device("cpu")), enough_memory(note.client_id):
             value = self.run(note, *states)
         seconds = time.perf_counter() - start
         if isinstance(value, Result):
@@ -180,13 +181,21 @@ def _method(setup: Setup) -> Method:
     return made
 
 
+def words(error: BaseException) -> str:
+    """The class of an exception and what it says."""
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}"
+    except Exception as second:  # noqa: BLE001 - whatever the `__str__` of a user's own does
+        return f"{name}, whose message cannot be printed ({type(second).__name__})"
+
+
 def _wrong(error: BaseException) -> WorkerError:
-    words = f"{type(error).__name__}: {error}"
     try:
         pickled = pickle.dumps(error)
     except Exception:  # noqa: BLE001 - whatever an exception of a user's own does when it is pickled
         pickled = None
-    return WorkerError(pickled, words, "".join(traceback.format_exception(error)))
+    return WorkerError(pickled, words(error), "".join(traceback.format_exception(error)))
 
 
 def _watch(parent: int) -> None:
