@@ -26,7 +26,7 @@ import torch
 
 from fedprism.config import Config
 from fedprism.engines import ENGINES
-from fedprism.engines.processes.handle import Pool, WorkerDied, WorkerHandle, end_all
+from fedprism.engines.processes.handle import POLITE, Pool, WorkerDied, WorkerHandle, end_all
 from fedprism.engines.processes.imports import make_setup, why_not
 from fedprism.engines.processes.worker import AHEAD, Answer, Task, WorkerError, pack, words
 from fedprism.engines.queue import ClientQueue
@@ -181,7 +181,7 @@ class Processes(Engine):
 
     def _replace(self, handle: WorkerHandle, client_id: str | None, deaths: int) -> None:
         """Another worker in the place of a dead one, unless the same client has cost too many."""
-        code = handle.end()
+        code = handle.end(POLITE)  # it is about to end where it has not yet
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         if code == -signal.SIGKILL:
             how += ", as a system without memory left does"
@@ -206,9 +206,9 @@ def _granted() -> Iterator[None]:
         yield
     except OSError as error:
         raise FedprismError(
-            f"run.engine is processes, and the system does not grant what its workers need: {error}. Set fewer "
-            "run.workers or run.engine: inprocess, or raise the limit that was met: of processes and threads "
-            "(`ulimit -u`), or of open files (`ulimit -n`)."
+            "run.engine is processes, and the system does not grant what its workers need: "
+            f"{error.strerror or error}. Set fewer run.workers or run.engine: inprocess, or raise the limit that was "
+            "met: of processes and threads (`ulimit -u`), or of open files (`ulimit -n`)."
         ) from error
 
 

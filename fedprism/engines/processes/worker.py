@@ -193,7 +193,7 @@ def words(error: BaseException) -> str:
 def _wrong(error: BaseException) -> WorkerError:
     try:
         pickled = pickle.dumps(error)
-    except Exception:  # noqa: BLE001 - whatever an exception of a user's own does when it is pickled
+    except BaseException:  # noqa: BLE001 - whatever an exception of a user's own does when it is pickled
         pickled = None
     return WorkerError(pickled, words(error), "".join(traceback.format_exception(error)))
 
