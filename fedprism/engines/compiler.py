@@ -40,7 +40,7 @@ def _wrong(given: str | None) -> OSError | None:
     """Why the compiler could not make its folder: the one that is named, or a temporary one."""
     try:
         if given is None:
-            os.rmdir(tempfile.mkdtemp(prefix="fedprism-"))
+            tempfile.gettempdir()  # it has tried to write there
         else:
             os.makedirs(given or os.curdir, exist_ok=True)
     except OSError as error:

@@ -384,12 +384,7 @@ def test_a_signal_ends_a_run_whose_workers_are_stopped(number: int, code: int, o
     program = STOPPED.replace("OUT", "False" if out == "a temporary folder" else repr(str(tmp_path / "run")))
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    env = {
-        **os.environ,
-        "TMPDIR": str(temporary),
-        CACHE: str(tmp_path),
-        "PYTHONPATH": packages(),
-    }
+    env = {**os.environ, "TMPDIR": str(temporary), CACHE: str(tmp_path), "PYTHONPATH": packages()}
     process = subprocess.Popen(
         [sys.executable, "-c", program],
         stdout=subprocess.PIPE,
@@ -405,7 +400,8 @@ def test_a_signal_ends_a_run_whose_workers_are_stopped(number: int, code: int, o
         workers = [int(each) for each in process.stdout.readline().split()[2:]]
         assert len(workers) == 2, process.stderr and process.stderr.read()
         process.send_signal(number)
-        assert process.wait(LONG) == code
+        _, said = process.communicate(timeout=LONG)
+        assert process.returncode == code, said
         assert not any(map(alive, workers))
         assert not list(temporary.iterdir())
         if out != "a temporary folder":
@@ -414,7 +410,7 @@ def test_a_signal_ends_a_run_whose_workers_are_stopped(number: int, code: int, o
     finally:
         for pid in filter(alive, [process.pid, *workers]):
             os.kill(pid, signal.SIGKILL)
-        process.communicate()
+        process.wait()
 
 
 # --- what the system refuses -----------------------------------------------------------------------------------------

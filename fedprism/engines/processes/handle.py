@@ -22,8 +22,8 @@ from fedprism.methods.base import State
 
 POLITE = 5.0  # seconds in which idle workers may end by themselves
 # Linux ends a worker with its parent, also one that is stopped or busy: prctl(PR_SET_PDEATHSIG, SIGKILL). It comes
-# before the imports, which take seconds; that the parent was gone even before, the worker's `_watch` sees.
-TIED = "import ctypes; ctypes.CDLL(None).prctl(1, 9); " if sys.platform == "linux" else ""
+# before the imports, which take seconds.
+TIE = "import ctypes; tied = ctypes.CDLL(None).prctl(1, 9) == 0; " if sys.platform == "linux" else "tied = False; "
 
 Pool = list["WorkerHandle"]
 
@@ -42,9 +42,9 @@ class WorkerHandle:
         self.connection = Connection(here.detach())
         self.inbound, self.outbound = [SharedBuffer() for _ in range(AHEAD)], [SharedBuffer() for _ in range(AHEAD)]
         files = [[buffer.file for buffer in buffers] for buffers in (self.inbound, self.outbound)]
-        program = f"{TIED}import sys; sys.path[:] = {[str(path) for path in sys.path]!r}; "
+        program = f"{TIE}import sys; sys.path[:] = {[str(path) for path in sys.path]!r}; "
         program += "from fedprism.engines.processes.worker import work; "
-        program += f"work({there.fileno()}, {files[0]}, {files[1]}, {os.getpid()})"
+        program += f"work({there.fileno()}, {files[0]}, {files[1]}, {os.getpid()}, tied)"
         self.under_way: deque[str | None] = deque()  # clients, in the order of work; None: it is starting
         self.given = self.answered = 0
         self.keeps: set[str] = set()  # clients whose data it has
@@ -117,7 +117,7 @@ def _start(
     there: socket.socket,
     files: tuple[int, ...],
 ) -> None:
-    """Start a process, in a thread that lasts until it is over: with the thread it would end (`TIED`), and a user may
+    """Start a process, in a thread that lasts until it is over: with the thread it would end (`TIE`), and a user may
     train in one that does not last. No signal interrupts this thread."""
     with there:
         if not started.set_running_or_notify_cancel():

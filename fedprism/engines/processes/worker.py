@@ -89,15 +89,18 @@ def pack(data: ClientData) -> State:
     return {f"{part}.{leaf}": getattr(data.split(part), leaf) for part in SPLITS for leaf in ("x", "y")}
 
 
-def work(link: int, inbound: Sequence[int], outbound: Sequence[int], parent: int) -> None:
-    """A worker's life; this is what its process is started with."""
+def work(link: int, inbound: Sequence[int], outbound: Sequence[int], parent: int, tied: bool) -> None:
+    """A worker's life; this is what its process is started with. `tied`: it ends with its parent by itself."""
     global serving
     serving = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, who then ends its workers
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)  # what workers print is not mixed within a line
-    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    if os.getppid() != parent:  # gone before this process was tied to it
+        os._exit(1)
+    if not tied:
+        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     torch.set_num_interop_threads(1)
     connection, read, write = (
         Connection(link),
@@ -132,7 +135,8 @@ class Worker:
     def do(self, note: Setup | Task, states: list[Any]) -> tuple[Answer, list[State | None]]:
         """What a message asks for, and the answer as a message."""
         if isinstance(note, Setup):
-            self.begin(note, *states)
+            with enough_memory():
+                self.begin(note, *states)
             return Answer(None), []
         start = time.perf_counter()
         with numerics(self.config.run, torch.device("cpu")), enough_memory(note.client_id):
