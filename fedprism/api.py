@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedprism import config as configuration
+from fedprism.atomic import temporary_folder
 from fedprism.config import Config
 from fedprism.data.images import check_inputs
 from fedprism.engines.choose import make_engine
@@ -84,7 +85,7 @@ def train(
     if out is not False:
         path = directory_of(config, federation.name, None if isinstance(out, bool) else out, made)
         return _run(config, federation, _created(path, config, overwrite), callbacks, made)
-    folder = Path(tempfile.mkdtemp(prefix="fedprism-"))
+    folder = temporary_folder("fedprism-")
     try:
         run = _run(config, federation, _created(folder / "run", config), callbacks, made)
     except BaseException:

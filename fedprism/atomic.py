@@ -9,12 +9,13 @@ import json
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fedprism.errors import RecordError
+from fedprism.errors import FedprismError, RecordError
 from fedprism.files import BINARY, NO_LINK, NotAFile, open_regular, read_bytes
 
 _SUFFIX = ".partial"
@@ -136,6 +137,17 @@ def sweep(folder: Path) -> None:
     """Remove temporary files of interrupted writes; call it only while holding the lock."""
     for path in folder.glob(f".*{_SUFFIX}"):
         path.unlink(missing_ok=True)
+
+
+def temporary_folder(prefix: str) -> Path:
+    """A new folder for what is not kept."""
+    try:
+        return Path(tempfile.mkdtemp(prefix=prefix))
+    except OSError as error:
+        raise FedprismError(
+            f"a run without a directory needs a temporary folder, and none can be made: {error.strerror or error}. Set "
+            "TMPDIR to a folder that can be written, or give the run a directory (`out`)."
+        ) from error
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import yaml
 
 from fedprism import limits
 from fedprism.errors import ConfigError, short, shown
+from fedprism.files import open_regular
 
 # `<<` and `=` have no value of their own: what they do is decided when the mapping is made.
 _SPECIAL = ("tag:yaml.org,2002:merge", "tag:yaml.org,2002:value")
@@ -23,7 +24,7 @@ def read_yaml(path: str | Path, missing: str = "") -> Any:
     """The content of a YAML file. `missing` is the error where there is no such file."""
     name = short(str(path))
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             raw = file.read(limits.YAML_BYTES + 1)
         if len(raw) > limits.YAML_BYTES:
             raise ConfigError(f"{name} cannot be read as YAML: it is longer than {limits.YAML_BYTES:,} bytes.")

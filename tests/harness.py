@@ -313,7 +313,7 @@ class Borrowed(Processes):
             if handle.process.poll() is None and not handle.under_way:
                 self.spare.append(handle)
             else:
-                handle.end(at_once=True)
+                handle.end()
         self.pool.clear()
 
 

@@ -407,7 +407,7 @@ def test_a_mistake_comes_back_as_it_is(tiny: Federation, spare: Pool) -> None:
     (note,) = caught.value.__notes__
     assert f"at client {client_id!r}" in note
     assert 'raise KeyError("no such thing")' in note
-    with pytest.raises(FedprismError, match="Odd: 1 and 2"):
+    with pytest.raises(RuntimeError, match="Odd: 1 and 2"):
         train(Mistaken(odd=True))
     with pytest.raises(SystemExit, match="enough"):
         train(Mistaken(exits=True))

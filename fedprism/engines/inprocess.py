@@ -15,6 +15,7 @@ from fedprism.methods.base import Client, Info, Method, State
 from fedprism.models import Arch
 from fedprism.round.client import Job, client_evaluate, client_receive, client_round, open_slot
 from fedprism.round.engine import ClientScores, Engine, Failure, Request, Result
+from fedprism.round.memory import enough_memory
 from fedprism.round.training import Operations
 
 T = TypeVar("T")
@@ -55,11 +56,17 @@ class InProcess(Engine):
         requests: Mapping[str, Request],
     ) -> Iterator[tuple[str, T]]:
         for done, (client_id, request) in enumerate(requests.items(), start=1):
+            yield client_id, self._run(work, round, client_id, request)
+            self.on_progress(done, len(requests))
+
+    def _run(
+        self, work: Callable[[Job, State | None, State, Client], T], round: int, client_id: str, request: Request
+    ) -> T:
+        with enough_memory(client_id):
             if client_id not in self.data:
                 self.data[client_id] = self.clients[client_id].to(self.where)
             data, arch = self.data[client_id], self.info.archs[client_id]
             job = Job(self.method, self.config, self.info, data, round, self.public, self.operations)
             if arch not in self.slots:
                 self.slots[arch] = open_slot(job)
-            yield client_id, work(job, request.state, self.place(request.download), self.slots[arch])
-            self.on_progress(done, len(requests))
+            return work(job, request.state, self.place(request.download), self.slots[arch])

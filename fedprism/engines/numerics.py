@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fedprism.config import RunConfig
+from fedprism.engines.compiler import compiler_cache
 from fedprism.errors import ConfigError
 
 
@@ -58,7 +59,8 @@ def numerics(run: RunConfig, device: torch.device) -> Iterator[None]:
     cudnn.deterministic, cudnn.benchmark = run.deterministic, not run.deterministic
     cudnn.allow_tf32 = matmul.allow_tf32 = tf32
     try:
-        yield
+        with compiler_cache(compiled=run.compile is True):
+            yield
     finally:
         torch.set_num_threads(threads)
         torch.set_deterministic_debug_mode(deterministic)

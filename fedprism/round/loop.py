@@ -31,7 +31,9 @@ from fedprism.models import Arch
 from fedprism.round.client import chosen, due, make_context, stored_bytes, uploaded_kinds
 from fedprism.round.engine import ClientScores, Engine, Failure, Request, Result
 from fedprism.round.events import Callback, Plan, RoundRecord, Score, Snapshot, Status
+from fedprism.round.memory import enough_memory
 from fedprism.round.server import RoundUploads
+from fedprism.round.signals import ending_in_order
 from fedprism.store.clients import ClientStore, DiskStore, MemoryStore, clients_at_once
 from fedprism.store.serialize import size
 from fedprism.transforms import make_transforms
@@ -82,6 +84,8 @@ class Loop:
                 callback.end(status)
 
         with ExitStack() as stack:
+            stack.enter_context(enough_memory())
+            stack.enter_context(ending_in_order())
             stack.callback(self.states.close)
             stack.callback(self.engine.close)
             self.states.open(folder)
@@ -335,6 +339,7 @@ class Requests(Mapping[str, Request]):
         self._made.pop(client_id, None)
 
 
+@enough_memory()
 def make_loop(method: Method, config: Config, info: Info, federation: Federation, engine: Engine) -> Loop:
     """A loop at its first state."""
     check_mixed([method], info)

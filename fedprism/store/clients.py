@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -143,7 +142,7 @@ class DiskStore(Files, ClientStore):
         """Begin with an empty folder: this one, whose leftovers of a killed run go, or a temporary one."""
         self.close()
         if folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="fedprism-states-"))
+            self._folder = atomic.temporary_folder("fedprism-states-")
             self._temporary = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         else:
             try:

@@ -276,7 +276,7 @@ def test_a_pipe_in_place_of_a_record_does_not_hang(made: Callable[..., Path], na
     (path / name).unlink()
     os.mkfifo(path / name)
     for act in (toy_run, read_run):
-        with pytest.raises(FedprismError, match="regular file|is not empty"):
+        with pytest.raises(FedprismError, match=r"regular file|is not empty"):
             act(path)
     code, text = fsck(path)
     assert (code, f"{name} is no regular file" in text) == (1, True)

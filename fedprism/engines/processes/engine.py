@@ -16,7 +16,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -26,15 +26,16 @@ import torch
 
 from fedprism.config import Config
 from fedprism.engines import ENGINES
-from fedprism.engines.processes.handle import Pool, WorkerHandle, end_all
+from fedprism.engines.processes.handle import POLITE, Pool, WorkerDied, WorkerHandle, end_all
 from fedprism.engines.processes.imports import make_setup, why_not
-from fedprism.engines.processes.worker import AHEAD, Answer, Task, WorkerError, pack
+from fedprism.engines.processes.worker import AHEAD, Answer, Task, WorkerError, pack, words
 from fedprism.engines.queue import ClientQueue
 from fedprism.errors import ConfigError, FedprismError
 from fedprism.federation import Federation
 from fedprism.methods.base import Info, Method, State
 from fedprism.models import Arch
 from fedprism.round.engine import ClientScores, Engine, Failure, Request, Result
+from fedprism.round.memory import enough_memory
 from fedprism.store.serialize import size
 
 KEPT_BYTES = 2**29  # bytes of clients' data that all workers together keep; what goes beyond is sent every time
@@ -116,8 +117,9 @@ class Processes(Engine):
             for handle in self._ready():
                 client_id = handle.under_way[0]
                 try:
-                    answer, states = handle.answer()
-                except (EOFError, OSError):
+                    with _granted(), enough_memory(client_id):
+                        answer, states = handle.answer()
+                except WorkerDied:
                     queue.put_back([each for each in handle.under_way if each is not None])
                     deaths[client_id] += 1
                     self._replace(handle, client_id, deaths[client_id])
@@ -154,9 +156,9 @@ class Processes(Engine):
             if keep:
                 handle.keeps.add(client_id)
                 handle.kept_bytes += size(images)
-        handle.give(
-            client_id, Task(kind, round, client_id, data.domain, keep), [request.download, request.state, images]
-        )
+        task = Task(kind, round, client_id, data.domain, keep)
+        with _granted(), enough_memory(client_id):
+            handle.give(client_id, task, [request.download, request.state, images])
 
     def _ready(self) -> list[WorkerHandle]:
         """Those that have answered, or are dead."""
@@ -169,7 +171,8 @@ class Processes(Engine):
                 return ready
 
     def _start(self) -> None:
-        self._set_up(WorkerHandle(self.pool))
+        with _granted(), enough_memory():
+            self._set_up(WorkerHandle(self.pool))
 
     def _set_up(self, handle: WorkerHandle) -> None:
         """Tell a worker what the run is."""
@@ -178,7 +181,7 @@ class Processes(Engine):
 
     def _replace(self, handle: WorkerHandle, client_id: str | None, deaths: int) -> None:
         """Another worker in the place of a dead one, unless the same client has cost too many."""
-        code = handle.end(at_once=True)
+        code = handle.end(POLITE)  # it is about to end where it has not yet
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         if code == -signal.SIGKILL:
             how += ", as a system without memory left does"
@@ -196,6 +199,19 @@ class Processes(Engine):
         self._start()
 
 
+@contextmanager
+def _granted() -> Iterator[None]:
+    """Within: an error says what to do where the system grants no process, thread or open file for a worker."""
+    try:
+        yield
+    except OSError as error:
+        raise FedprismError(
+            "run.engine is processes, and the system does not grant what its workers need: "
+            f"{error.strerror or error}. Set fewer run.workers or run.engine: inprocess, or raise the limit that was "
+            "met: of processes and threads (`ulimit -u`), or of open files (`ulimit -n`)."
+        ) from error
+
+
 def _joined(answer: Answer, states: list[State]) -> Any:
     """An answer with the states that came beside it."""
     if isinstance(answer.value, Result):
@@ -206,11 +222,13 @@ def _joined(answer: Answer, states: list[State]) -> Any:
 
 
 def _raised(wrong: WorkerError, client_id: str | None) -> BaseException:
-    """A worker's exception, with its traceback as a note."""
-    error: BaseException = FedprismError(wrong.words)
+    """A worker's exception, with its traceback as a note. One that cannot be made again, or would then say something
+    else, such as one of a user's own whose `__init__` is not that of Exception, is a RuntimeError of the same words."""
+    error: BaseException = RuntimeError(wrong.words)
     if wrong.error is not None:
-        with suppress(Exception):  # an exception of a user's own that cannot be made again
-            error = pickle.loads(wrong.error)  # noqa: S301 - from a child of one's own
+        with suppress(Exception):
+            made = pickle.loads(wrong.error)  # noqa: S301 - from a child of one's own
+            error = made if isinstance(made, BaseException) and words(made) == wrong.words else error
     at = f"at client {client_id!r}" if client_id is not None else "while it started"
     error.add_note(f"In a worker process, {at}:\n{wrong.text.rstrip()}")
     return error

@@ -31,6 +31,7 @@ from fedprism.methods.base import Client, Info, Method, State
 from fedprism.models import Arch
 from fedprism.round.client import Job, client_evaluate, client_receive, client_round, open_slot
 from fedprism.round.engine import Result
+from fedprism.round.memory import enough_memory
 
 AHEAD = 2  # messages under way in each direction: one at work, one waiting
 PARENT_POLL = 0.5  # seconds between two checks that the parent still lives
@@ -88,15 +89,18 @@ def pack(data: ClientData) -> State:
     return {f"{part}.{leaf}": getattr(data.split(part), leaf) for part in SPLITS for leaf in ("x", "y")}
 
 
-def work(link: int, inbound: Sequence[int], outbound: Sequence[int], parent: int) -> None:
-    """A worker's life; this is what its process is started with."""
+def work(link: int, inbound: Sequence[int], outbound: Sequence[int], parent: int, tied: bool) -> None:
+    """A worker's life; this is what its process is started with. `tied`: it ends with its parent by itself."""
     global serving
     serving = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, who then ends its workers
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)  # what workers print is not mixed within a line
-    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    if os.getppid() != parent:  # gone before this process was tied to it
+        os._exit(1)
+    if not tied:
+        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     torch.set_num_interop_threads(1)
     connection, read, write = (
         Connection(link),
@@ -120,7 +124,7 @@ def _leave() -> None:
     left would keep the process. What is to be done at exit is done."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, AttributeError):  # a stream may be broken, closed, or None from the start
             stream.flush()
     os._exit(0)
 
@@ -131,10 +135,11 @@ class Worker:
     def do(self, note: Setup | Task, states: list[Any]) -> tuple[Answer, list[State | None]]:
         """What a message asks for, and the answer as a message."""
         if isinstance(note, Setup):
-            self.begin(note, *states)
+            with enough_memory():
+                self.begin(note, *states)
             return Answer(None), []
         start = time.perf_counter()
-        with numerics(self.config.run, torch.device("cpu")):
+        with numerics(self.config.run, torch.device("cpu")), enough_memory(note.client_id):
             value = self.run(note, *states)
         seconds = time.perf_counter() - start
         if isinstance(value, Result):
@@ -180,13 +185,21 @@ def _method(setup: Setup) -> Method:
     return made
 
 
+def words(error: BaseException) -> str:
+    """The class of an exception and what it says."""
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}"
+    except Exception as second:  # noqa: BLE001 - whatever the `__str__` of a user's own does
+        return f"{name}, whose message cannot be printed ({type(second).__name__})"
+
+
 def _wrong(error: BaseException) -> WorkerError:
-    words = f"{type(error).__name__}: {error}"
     try:
         pickled = pickle.dumps(error)
-    except Exception:  # noqa: BLE001 - whatever an exception of a user's own does when it is pickled
+    except BaseException:  # noqa: BLE001 - whatever an exception of a user's own does when it is pickled
         pickled = None
-    return WorkerError(pickled, words, "".join(traceback.format_exception(error)))
+    return WorkerError(pickled, words(error), "".join(traceback.format_exception(error)))
 
 
 def _watch(parent: int) -> None:
