@@ -137,7 +137,7 @@ def test_a_creation_that_lost_the_race_leaves_the_winner_alone(tmp_path: Path, m
     from fedprism.records import rundir
 
     path = tmp_path / "run"
-    locked = rundir._locked
+    locked = rundir.locked
     winners: list[dict[str, bytes]] = []
 
     def late(target: Path) -> object:
@@ -146,7 +146,7 @@ def test_a_creation_that_lost_the_race_leaves_the_winner_alone(tmp_path: Path, m
             winners[0] = results(toy_run(path))
         return locked(target)
 
-    monkeypatch.setattr(rundir, "_locked", late)
+    monkeypatch.setattr(rundir, "locked", late)
     with pytest.raises(RecordError, match="not empty"):
         RunDirectory.create(path, toy_config())
     assert results(path) == winners[0]
