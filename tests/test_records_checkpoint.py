@@ -244,7 +244,10 @@ def test_none_left_is_an_error_and_not_a_new_start(tmp_path: Path) -> None:
     ):
         directory.latest()
     shutil.rmtree(path / "checkpoints")
-    with RunDirectory.open(path, write=True) as directory, pytest.raises(RecordError, match="has recorded 6 rounds, but .*checkpoints is missing"):
+    with (
+        RunDirectory.open(path, write=True) as directory,
+        pytest.raises(RecordError, match=r"has recorded 6 rounds, but .*checkpoints is missing"),
+    ):
         directory.latest()
     assert (path / "metrics.jsonl").read_bytes() == before
 

@@ -126,7 +126,7 @@ class RunDirectory:
     def note(self) -> None:
         """Remember the files that a new run has made so far, for `give_up`."""
         if self._made is not None:
-            self._made |= folder.identities(self.path)
+            self._made = folder.identities(self.path)  # not those from before: their inodes may be used again
 
     def settle(self) -> None:
         """Let the run that this one replaces go, if this one is on disk."""
@@ -176,6 +176,8 @@ class RunDirectory:
         entries, damage = metrics.intact(self.path / METRICS)
         if damage and any(round >= len(entries) for round in rounds):
             raise RecordError(damage)
+        if rounds and rounds[0] >= len(entries):
+            raise RecordError(self._why_not(rounds, len(entries)))
         snapshot = self._checkpoints.newest(rounds, len(entries) - 1)
         if snapshot is None and self._rounds() != rounds:
             return self.latest()  # the run goes on and has replaced them all meanwhile
