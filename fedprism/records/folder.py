@@ -112,7 +112,9 @@ class Replaced:
     def restore(self) -> bool:
         """Put it back; if that is impossible, warn and say where it is."""
         try:
-            with suppress(FileNotFoundError):
+            if self.path.is_dir():
+                if unused(self.path):
+                    remove(self.path)
                 self.path.rmdir()
             self.place.rename(self.path)
         except OSError as error:
@@ -157,8 +159,9 @@ def set_aside(path: Path) -> Replaced | None:
     runfile.read(path)
     real = Path(os.path.realpath(path))
     old = Replaced(real, _beside(real), locked(real, path))
+    what = f"{old.place}, where the run in {path} is kept until it is replaced,"
     try:
-        with atomic.reporting(f"the run in {path} stays as it is: {old.place}", "Choose another --out."):
+        with atomic.reporting(what, "That run stays as it is; choose another --out."):
             real.rename(old.place)
             try:
                 real.mkdir()
@@ -176,20 +179,21 @@ def recover(path: Path) -> None:
     disk."""
     real = Path(os.path.realpath(path))
     place = _beside(real)
-    if not place.is_dir() or place.is_symlink():
+    if not os.path.isdir(place) or place.is_symlink():
         return
-    if not runfile.exists(place):
-        remove(place)  # the kill came while it was removed
-        with suppress(OSError):
-            place.rmdir()
-        return
-    old = Replaced(real, place, locked(place, path))
-    if complete(real):
-        old.drop()
-        return
-    if real.is_dir():
-        locked(real, path).release()
-        remove(real)
+    with atomic.reporting(str(path), f"A run that was to be replaced lies in {place}; make room and try again."):
+        if not runfile.exists(place):
+            remove(place)  # the kill came while it was removed
+            with suppress(OSError):
+                place.rmdir()
+            return
+        old = Replaced(real, place, locked(place, path))
+        if complete(real):
+            old.drop()
+            return
+        if real.is_dir():
+            locked(real, path).release()
+            remove(real)
     if old.restore():
         warnings.warn(
             f"a process that was to replace the run in {path} was stopped before the new run was on disk: the earlier "
@@ -202,11 +206,18 @@ def recover(path: Path) -> None:
 def refuse_set_aside(path: Path) -> None:
     """An error where there is no run to read because it has been set aside."""
     place = _beside(Path(os.path.realpath(path)))
-    if not runfile.exists(path) and runfile.exists(place):
+    if os.path.isdir(place) and runfile.exists(place) and not runfile.exists(path):
         raise RecordError(
             f"the run in {path} was set aside to be replaced, and lies in {place}. If no process is replacing it now, "
             f"`fedprism resume {path}` puts it back."
         )
+
+
+def _beside(real: Path) -> Path:
+    return real.with_name(f".{real.name}.replaced")
+
+
+# --- what may become a run's folder ----------------------------------------------------------------------------------
 
 
 def refuse_dead_ends(path: Path) -> None:
@@ -224,7 +235,3 @@ def refuse_dead_ends(path: Path) -> None:
 def unused(folder: Path) -> bool:
     """Whether a folder is empty, or holds only what the interrupted creation of a run has left."""
     return all(entry.name == LOCK or atomic.is_partial(entry) for entry in folder.iterdir())
-
-
-def _beside(real: Path) -> Path:
-    return real.with_name(f".{real.name}.replaced")
