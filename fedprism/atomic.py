@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 from fedprism.errors import RecordError
 
 _SUFFIX = ".partial"
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def write(path: Path, data: bytes, sync: bool = True, lasting: bool = True) -> None:
@@ -92,8 +94,13 @@ def sweep(folder: Path) -> None:
 
 @contextmanager
 def reporting(what: str, rescue: str) -> Iterator[None]:
-    """Turn an `OSError`, such as a full disk, into an error that says what is safe and what to do."""
+    """Turn an `OSError`, such as a full disk, into an error that says what is safe and what to do.
+
+    Where `rescue` says to make room, and permission is what is missing, it says to allow writing.
+    """
     try:
         yield
     except OSError as error:
+        if error.errno in _FORBIDDEN:
+            rescue = rescue.replace("make room", "allow writing").replace("Make room", "Allow writing")
         raise RecordError(f"{what} could not be written: {error.strerror or error}. {rescue}") from error

@@ -109,6 +109,7 @@ class RunDirectory:
         with atomic.reporting(str(path), "Nothing was changed; make room there and try again."):
             lock = locked(path)
             try:
+                _check_readable(path / CHECKPOINTS)
                 if (path / CONFIG).exists():
                     runfile.check_config(path, recorded, configuration.read(path / CONFIG), CONFIG)
                 else:  # the process was killed while it made the directory
@@ -150,10 +151,8 @@ class RunDirectory:
         back = self._old is not None and self._old.restore()
         if isinstance(error, RecordError) and isinstance(error.__cause__, OSError):
             there = ", and the run that was there is back in its place" if back else ""
-            raise RecordError(
-                f"{self.path} could not be written: {error.__cause__.strerror}. Nothing was begun{there}; make room or "
-                "choose another --out."
-            ) from error.__cause__
+            with atomic.reporting(str(self.path), f"Nothing was begun{there}; make room or choose another --out."):
+                raise error.__cause__
 
     @property
     def status(self) -> str:
@@ -174,10 +173,10 @@ class RunDirectory:
         """The newest sound checkpoint, with a warning for each damaged one; None: begin with round 0."""
         rounds = self._rounds()  # before the metrics, which are always ahead of it
         entries, damage = metrics.intact(self.path / METRICS)
-        if damage and any(round >= len(entries) for round in rounds):
-            raise RecordError(damage)
         if rounds and rounds[0] >= len(entries):
-            raise RecordError(self._why_not(rounds, len(entries)))
+            raise RecordError(self._why_not(rounds, len(entries), damage))
+        if damage and rounds and rounds[-1] >= len(entries):
+            raise RecordError(damage)
         snapshot = self._checkpoints.newest(rounds, len(entries) - 1)
         if snapshot is None and self._rounds() != rounds:
             return self.latest()  # the run goes on and has replaced them all meanwhile
@@ -186,12 +185,13 @@ class RunDirectory:
             raise RecordError(self._why_not(rounds, len(entries)))
         return snapshot
 
-    def _why_not(self, rounds: list[int], recorded: int) -> str:
+    def _why_not(self, rounds: list[int], recorded: int, damage: str = "") -> str:
         """Why a run cannot go on that has recorded so many rounds and has checkpoints of these."""
         listed = ", ".join(map(str, rounds))
         if rounds and rounds[0] >= recorded:
             lost = self.path / METRICS
             end = f"ends with round {recorded - 1}" if recorded else "is empty" if lost.exists() else "is missing"
+            end = f"is damaged in line {recorded + 1}" if damage else end
             why = f"{lost} {end}, and the checkpoints are of rounds {listed}: a run goes on after recorded rounds only"
         elif rounds:
             lost = self._checkpoints.folder
@@ -207,15 +207,7 @@ class RunDirectory:
 
     def _rounds(self) -> list[int]:
         """The rounds that have a checkpoint; an error where that cannot be seen."""
-        try:
-            os.scandir(self._checkpoints.folder).close()
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise RecordError(
-                f"{self._checkpoints.folder} cannot be read: {error.strerror}. Nothing is known to be lost; check its "
-                "permissions, and whether it is a folder, and try again."
-            ) from error
+        _check_readable(self._checkpoints.folder)
         return self._checkpoints.rounds()
 
     def best(self) -> Snapshot | None:
@@ -357,6 +349,18 @@ class Settling(Callback):
 
     def round(self, record: RoundRecord, snapshot: Snapshot) -> None:
         self._directory.settle()
+
+
+def _check_readable(checkpoints: Path) -> None:
+    try:
+        os.scandir(checkpoints).close()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise RecordError(
+            f"{checkpoints} cannot be read: {error.strerror}. Nothing is known to be lost; check its permissions, and "
+            "whether it is a folder, and try again."
+        ) from error
 
 
 def _refuse_used(path: Path) -> None:
