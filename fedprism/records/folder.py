@@ -8,7 +8,6 @@ attempt to write there (`recover`).
 from __future__ import annotations
 
 import os
-import stat
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -50,9 +49,15 @@ def own_files(folder: Path) -> Iterator[Path]:
                 yield from (path for path in sorted(place.glob(pattern)) if path.is_symlink() or path.is_file())
 
 
+def identity(path: Path) -> Identity:
+    """Device and inode of a file, or of a link itself."""
+    found = path.lstat()
+    return found.st_dev, found.st_ino
+
+
 def identities(folder: Path) -> set[Identity]:
     """Device and inode of each of a run's files."""
-    return {(found.st_dev, found.st_ino) for found in map(os.lstat, own_files(folder))}
+    return set(map(identity, own_files(folder)))
 
 
 def remove(folder: Path, made: Collection[Identity] | None = None) -> None:
@@ -61,8 +66,7 @@ def remove(folder: Path, made: Collection[Identity] | None = None) -> None:
     With `made`, only those of its files go, and empty ones.
     """
     for path in list(own_files(folder)):
-        found = path.lstat()
-        if made is None or (found.st_dev, found.st_ino) in made or (stat.S_ISREG(found.st_mode) and not found.st_size):
+        if made is None or identity(path) in made or not path.lstat().st_size:
             path.unlink()
     for name in filter(None, _OWN):
         with suppress(OSError):  # it is not there, or it holds something else
@@ -75,8 +79,11 @@ def complete(folder: Path) -> bool:
 
 
 def begun(folder: Path) -> bool:
-    """Whether a round has been recorded."""
-    return bool(metrics.intact(folder / metrics.METRICS)[0])
+    """Whether a round has been recorded; metrics that cannot be read may hold some."""
+    try:
+        return bool(metrics.intact(folder / metrics.METRICS)[0])
+    except RecordError:
+        return True
 
 
 # --- who may write ---------------------------------------------------------------------------------------------------

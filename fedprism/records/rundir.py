@@ -35,7 +35,7 @@ from fedprism.records.read import RunRecord, read_run
 from fedprism.records.recorder import Recorder
 from fedprism.records.runfile import RecordWarning
 from fedprism.records.standing import Best
-from fedprism.round.events import Callback, Plan, RoundRecord, Snapshot
+from fedprism.round.events import Callback, Plan, RoundRecord, Snapshot, Status
 from fedprism.store.clients import StateError
 
 
@@ -125,9 +125,15 @@ class RunDirectory:
         return directory
 
     def note(self) -> None:
-        """Remember the files that a new run has made so far, for `give_up`."""
+        """Remember the files that a new run has made when it begins, for `give_up`."""
         if self._made is not None:
             self._made = folder.identities(self.path)  # not those from before: their inodes may be used again
+
+    def note_end(self) -> None:
+        """The same of run.json, which is written anew when the run ends."""
+        if self._made is not None:
+            with suppress(OSError):
+                self._made.add(folder.identity(self.path / runfile.NAME))
 
     def settle(self) -> None:
         """Let the run that this one replaces go, if this one is on disk."""
@@ -349,6 +355,9 @@ class Settling(Callback):
 
     def round(self, record: RoundRecord, snapshot: Snapshot) -> None:
         self._directory.settle()
+
+    def end(self, status: Status) -> None:
+        self._directory.note_end()
 
 
 def _check_readable(checkpoints: Path) -> None:

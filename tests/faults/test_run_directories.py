@@ -104,6 +104,13 @@ class At(fp.Callback):
             self.act()
 
 
+class Interrupted(fp.Callback):
+    """Ctrl-C after the run has begun, and before round 0 is recorded: while the first models are tested."""
+
+    def clients(self, done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+
 def train(two: fp.Federation, out: Path, *callbacks: fp.Callback, settings: tuple[str, ...] = (), **more: Any) -> Path:
     settings = (*SMALL, *settings)
     fp.train(two, more.pop("method", "ditto"), "mlp", ROUNDS, out=out, settings=settings, callbacks=callbacks, **more)
@@ -184,9 +191,10 @@ def test_a_failed_run_removes_only_what_it_has_made(two: fp.Federation, tmp_path
     with pytest.raises(RuntimeError, match="a bug"):
         train(two, out, At(None, act))
     assert tree(out) == {"notes.txt": b"mine", "checkpoints": None, "checkpoints/mine": None}
-    with pytest.raises(KeyboardInterrupt):
-        train(two, tmp_path / "other", At(None, stop))
-    assert not (tmp_path / "other").exists()
+    for last in (At(None, stop), Interrupted()):
+        with pytest.raises(KeyboardInterrupt):
+            train(two, tmp_path / "other", last)
+        assert not (tmp_path / "other").exists()
 
 
 def test_a_file_that_has_taken_the_place_of_the_runs_own_stays(two: fp.Federation, tmp_path: Path) -> None:
