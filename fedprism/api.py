@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,29 +11,32 @@ from pathlib import Path
 from typing import Any
 
 from fedprism import config as configuration
+from fedprism.aggregators import AGGREGATORS
 from fedprism.atomic import temporary_folder
 from fedprism.config import Config
 from fedprism.data.images import check_inputs
 from fedprism.engines.choose import make_engine
 from fedprism.engines.numerics import choose_device, numerics
-from fedprism.errors import ConfigError, RecordError
+from fedprism.errors import ConfigError, RecordError, some
 from fedprism.federation import Federation, build_federation
 from fedprism.federation.partitions import partition_of
-from fedprism.methods import make, named
+from fedprism.methods import METHODS, make, named
 from fedprism.methods.base import Info, Method
 from fedprism.methods.mixed import check_mixed
 from fedprism.models import Arch
 from fedprism.planning import Cell, cells, directory_of, resolve
 from fedprism.predict import ClientModels
 from fedprism.records import Protocol, RunDirectory, RunRecord, read_run, run_status
+from fedprism.records.folder import refuse_set_aside
 from fedprism.records.read import common_folder
+from fedprism.records.rundir import Settling
 from fedprism.report.table import Table
 from fedprism.report.table import table as make_table
 from fedprism.round.client import make_info, uploaded_kinds
 from fedprism.round.events import Callback
 from fedprism.round.loop import make_loop
 from fedprism.summary import write_comparison
-from fedprism.transforms import make_transforms
+from fedprism.transforms import TRANSFORMS, make_transforms
 from fedprism.transforms.base import check_transforms, suffixes
 
 ENDED = ("finished", "diverged")  # nothing is left to run
@@ -89,7 +91,7 @@ def train(
     try:
         run = _run(config, federation, _created(folder / "run", config), callbacks, made)
     except BaseException:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
         raise
     weakref.finalize(run, shutil.rmtree, folder, ignore_errors=True)  # when the run is no longer in use
     return run
@@ -109,28 +111,69 @@ def resume(
     method: Method | None = None,
     reset_damaged: bool = False,
     callbacks: Sequence[Callback] = (),
+    trust: bool = False,
 ) -> Run:
     """Go on with a run that was interrupted.
 
-    A federation of your own arrays, or a method that was written in a Python session, must be given again. With
-    `reset_damaged`, clients whose state on disk is damaged begin anew; the records name them.
+    A federation of your own arrays, or a method that was written in a Python session, must be given again. A run that
+    names Python files or modules of somebody's own is refused, since they would be executed, unless you `trust` them.
+    With `reset_damaged`, clients whose state on disk is damaged begin anew; the records name them.
     """
     with RunDirectory.open(path, write=True) as directory:
         if directory.status in ENDED:
-            return load(path, method=method, federation=federation)
-        config = directory.config
-        federation = federation or build_federation(config.data, config.seed)
-        _check_clients(directory, federation)
-        return _run(config, federation, nullcontext(directory), callbacks, method, reset_damaged)
+            return load(path, method=method, federation=federation, trust=trust)
+        if not trust:
+            executed = _method_code(directory.config, method) | _other_code(directory.config)
+            _refuse_code(directory.path, executed, f"`fedprism resume {path} --trust`, or in Python by trust=True")
+        return _go_on(directory, federation, method, callbacks, reset_damaged)
 
 
-def load(path: str | Path, *, method: Method | None = None, federation: Federation | None = None) -> Run:
-    """A run from its directory, finished or not.
+def load(
+    path: str | Path, *, method: Method | None = None, federation: Federation | None = None, trust: bool = False
+) -> Run:
+    """A run from its directory, finished or not. Its records execute nothing.
 
-    Only the models of methods that adapt before they are tested need the run's data. They are read as the run read
-    them; a federation of your own arrays must be given again.
+    Its models need its method. If that is in a Python file or module of somebody's own, that is executed, so give the
+    `method`, or `trust` the run. Only the models of methods that adapt before they are tested need the run's data. They
+    are read as the run read them; a federation of your own arrays must be given again.
     """
-    return Run(Path(path), read_run(path), method, federation)
+    refuse_set_aside(Path(path))
+    return Run(Path(path), read_run(path), method, federation, trust)
+
+
+def _go_on(
+    directory: RunDirectory,
+    federation: Federation | None,
+    method: Method | None,
+    callbacks: Sequence[Callback],
+    reset_damaged: bool = False,
+) -> Run:
+    """The rounds that are left of a run that was begun."""
+    config = directory.config
+    federation = federation or build_federation(config.data, config.seed)
+    _check_clients(directory, federation)
+    return _run(config, federation, nullcontext(directory), callbacks, method, reset_damaged)
+
+
+def _method_code(config: Config, given: Method | None) -> dict[str, str]:
+    """The code that making a configuration's method would execute, by key; none if the method is given."""
+    return {} if given is not None else {"method": METHODS.executes(config.method.name)}
+
+
+def _other_code(config: Config) -> dict[str, str]:
+    """The code that making a configuration's transforms and aggregator would execute, by key."""
+    transforms = {f"transforms[{i}]": TRANSFORMS.executes(each.name) for i, each in enumerate(config.transforms)}
+    return {**transforms, "server.aggregator": AGGREGATORS.executes(config.server.aggregator.name)}
+
+
+def _refuse_code(path: Path, executed: Mapping[str, str], way: str) -> None:
+    """A run directory may come from somebody else: what it names is executed only if the user says so."""
+    code = [f"{code!r} ({key})" for key, code in executed.items() if code]
+    if code:
+        raise RecordError(
+            f"{path} names code that is not part of fedprism: {some(code)}. Nothing of it was executed. If you know it "
+            f"and trust it, allow it by {way}."
+        )
 
 
 def _run(
@@ -153,33 +196,22 @@ def _run(
         lost: list[str] | None = [] if reset_damaged else None
         start = directory.latest(lost)
         recorder = directory.recorder(_about(method, config, info), reset=lost or ())
-        loop.run([recorder, *callbacks], start=start, folder=directory.states)
-    return load(directory.path, method=made, federation=federation)
+        loop.run([recorder, Settling(directory), *callbacks], start=start, folder=directory.states)
+    return load(directory.path, method=made, federation=federation, trust=True)
 
 
 @contextmanager
 def _created(path: Path, config: Config, overwrite: bool = False) -> Iterator[RunDirectory]:
     """A new run directory. It is removed if nothing was recorded, so that it is not in the way of the next try.
 
-    With `overwrite`, a run that is there is removed once its successor can begin.
+    With `overwrite`, a run that is there is removed once its successor is on disk, and comes back if that fails before.
     """
-    old = _set_aside(path) if overwrite and path.exists() else None
-    with RunDirectory.create(path, config) as directory:
-        if old is not None:
-            shutil.rmtree(old)
+    with RunDirectory.create(path, config, overwrite) as directory:
         try:
             yield directory
-        except BaseException:
-            if not directory.begun():
-                shutil.rmtree(path)
+        except BaseException as error:
+            directory.give_up(error)
             raise
-
-
-def _set_aside(path: Path) -> Path:
-    """Move a run into a folder beside it. A run that is being written, and what is no run, are refused."""
-    with RunDirectory.open(path, write=True):
-        aside = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-        return path.rename(aside / path.name).parent
 
 
 def _check_clients(directory: RunDirectory, federation: Federation) -> None:
@@ -250,7 +282,7 @@ def compare(
     for cell in by_seed:
         try:
             _run_cell(cell, federations, callbacks)
-            runs[cell.path] = load(cell.path)  # without the federation
+            runs[cell.path] = load(cell.path, trust=True)  # without the federation
         except Exception as error:  # a bug in one method must not take the other runs' results away
             if on_error is None:
                 raise
@@ -287,8 +319,9 @@ def _run_cell(cell: Cell, federations: dict[int, Federation], callbacks: Sequenc
         federations[config.seed] = build_federation(config.data, config.seed)
     if status is None:
         _run(config, federations[config.seed], _created(cell.path, config), callbacks)
-    else:
-        resume(cell.path, federation=federations[config.seed], callbacks=callbacks)
+    else:  # what it executes is what this configuration names
+        with RunDirectory.open(cell.path, write=True, expect=config) as directory:
+            _go_on(directory, federations[config.seed], None, callbacks)
 
 
 def table(runs: Sequence[Run], protocol: Protocol | str | None = None) -> Table:
@@ -303,12 +336,18 @@ class Run:
     """A run: its records, its table and its models."""
 
     def __init__(
-        self, path: Path, record: RunRecord, method: Method | None = None, federation: Federation | None = None
+        self,
+        path: Path,
+        record: RunRecord,
+        method: Method | None = None,
+        federation: Federation | None = None,
+        trust: bool = False,
     ) -> None:
         self.path = path
         self.record = record
         self._method = method
         self._federation = federation
+        self._trust = trust
 
     @property
     def method(self) -> str:
@@ -333,7 +372,11 @@ class Run:
         If the method adapts before it is tested (FedBABU, fine-tuning, Per-FedAvg), a model is adapted when it is asked
         for.
         """
-        method = self._method or make(self.record.config.method)
+        config = self.record.config
+        if not self._trust:
+            executed = _method_code(config, self._method)
+            _refuse_code(self.path, executed, f"fp.load({str(self.path)!r}, trust=True)")
+        method = self._method or make(config.method)
         return ClientModels(self.path, self.record, method, self._federation)
 
     def __repr__(self) -> str:

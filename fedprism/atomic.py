@@ -20,6 +20,7 @@ from fedprism.files import BINARY, NO_LINK, NotAFile, open_regular, read_bytes
 
 _SUFFIX = ".partial"
 _PROBE = 1 << 16  # bytes
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def write(path: Path, data: bytes, sync: bool = True, lasting: bool = True) -> None:
@@ -152,8 +153,13 @@ def temporary_folder(prefix: str) -> Path:
 
 @contextmanager
 def reporting(what: str, rescue: str) -> Iterator[None]:
-    """Turn an `OSError`, such as a full disk, into an error that says what is safe and what to do."""
+    """Turn an `OSError`, such as a full disk, into an error that says what is safe and what to do.
+
+    Where `rescue` says to make room, and permission is what is missing, it says to allow writing.
+    """
     try:
         yield
     except OSError as error:
+        if error.errno in _FORBIDDEN:
+            rescue = rescue.replace("make room", "allow writing").replace("Make room", "Allow writing")
         raise RecordError(f"{what} could not be written: {error.strerror or error}. {rescue}") from error

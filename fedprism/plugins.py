@@ -73,6 +73,20 @@ class Plugins(Registry[type[T]], Generic[T]):
         """The names of entry points that are not built in."""
         yield from sorted({entry.name for entry in entry_points(group=self.group)} - set(self))
 
+    def executes(self, name: str) -> str:
+        """The file or module of somebody's own that `find` would execute, "" if none: what is built in or installed
+        under this name, or what this process has already executed."""
+        if name.startswith(SESSION):
+            return ""  # it cannot be found
+        if name.endswith(".py") or ".py:" in name:
+            try:
+                file = Path(name.rpartition(":")[0] if ".py:" in name else name).resolve()
+            except (OSError, ValueError, RuntimeError):
+                return name
+            return "" if _key(file) in sys.modules else str(file)
+        module, colon, _ = name.partition(":")
+        return module if colon and module not in sys.modules else ""
+
     def _from_module(self, name: str) -> type[T]:
         path, _, wanted = name.partition(":")
         if not all(part.isidentifier() for part in (*path.split("."), wanted)):
@@ -118,9 +132,14 @@ def is_from_file(module: str) -> bool:
     return module.startswith(_FILE_MODULE)
 
 
+def _key(file: Path) -> str:
+    """The name of the module that is made of a file."""
+    return f"{_FILE_MODULE}{keys.key(str(file))}"
+
+
 def _module_of(file: Path, named: str) -> ModuleType:
     """The file as a module; it is run once per process."""
-    key = f"{_FILE_MODULE}{keys.key(str(file))}"
+    key = _key(file)
     if key in sys.modules:
         return sys.modules[key]
     spec = importlib.util.spec_from_file_location(key, file)

@@ -427,7 +427,7 @@ def test_demo_twice(here: Path) -> None:
     assert all(method in page for method in DEMO_METHODS)
     (here / "demo" / "runs" / "mine").mkdir()
     with RunDirectory.open(here / "demo" / "runs" / "local-0", write=True):
-        assert "another demo is writing" in output_of(call("demo", "--rounds", "1"))
+        assert "is being written by another process" in output_of(call("demo", "--rounds", "1"))
     result = call("demo", "--rounds", "2")  # another configuration: the demo's own runs are replaced
     assert result.exit_code == 0, result.output
     assert read_run(here / "demo" / "runs" / "ditto-0").config.train.rounds == 2

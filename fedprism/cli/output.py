@@ -16,6 +16,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from fedprism.errors import FedprismError, escaped_lines, printable
+from fedprism.round.signals import Ended, ending_in_order
 
 if TYPE_CHECKING:
     from fedprism.inspection.clients import ClientTable
@@ -77,7 +78,7 @@ def user_errors(interrupted: str = "", begun: Path | None = None) -> Iterator[No
         print_message(f"warning: {message}", "yellow")
 
     try:
-        with warnings.catch_warnings():
+        with ending_in_order(), warnings.catch_warnings():
             warnings.showwarning = warn
             yield
     except FedprismError as error:
@@ -89,10 +90,10 @@ def user_errors(interrupted: str = "", begun: Path | None = None) -> Iterator[No
         where = printable(os.fsdecode(error.filename))
         print_message(f"error: {where} cannot be used: {error.strerror}. Name another path, or repair this one.", "red")
         raise typer.Exit(2) from None
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Ended) as stopped:
         nothing = begun is not None and not begun.exists()
         print_message("stopped. Nothing was begun." if nothing else f"stopped. {interrupted}".strip(), "yellow")
-        raise typer.Exit(130) from None
+        raise typer.Exit(stopped.exit_code if isinstance(stopped, Ended) else 130) from None
 
 
 @contextmanager

@@ -67,8 +67,10 @@ def show(
                 result = table(records, protocol)
                 if report is not None:
                     _write_report(report, records, protocol)
-        except typer.Exit:  # its error is printed; the next folder may be sound
-            failed = 2
+        except typer.Exit as ended:
+            if ended.exit_code != 2:  # somebody has stopped the command
+                raise
+            failed = 2  # its error is printed; the next folder may be sound
             continue
         if form is TableFormat.terminal:
             if len(groups) > 1:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 DEMO_METHODS = ("local", "fedavg", "fedprox", "fedbn", "fedrep", "ditto")
 DEMO_ROUNDS, QUICK_ROUNDS = 30, 5
-_DEMO_NOTE = "README.txt"
+DEMO_MARK = ".fedprism-demo"  # in each directory that the demo makes
+DEMO_TEXT = b"Made by `fedprism demo`, which replaces this directory when it is run again.\n"
 
 
 @command(START)
@@ -55,6 +56,7 @@ def demo(
     again = f"`fedprism demo --out {out}` starts it anew."
     with user_errors(again), loading():
         from fedprism import api, planning, summary
+        from fedprism.round.events import Callback, Plan
 
         check_protocol(protocol)
         # On the CPU everywhere: the models are tiny, and the figures are then nearly the same on every machine.
@@ -62,7 +64,14 @@ def demo(
         config = configuration.structure(given, Config)
         folder = out / "runs"
         cells = planning.cells(config, DEMO_METHODS, [config.seed], "demo", folder)
-        _clear_demo(folder, cells)
+        _clear_demo(out, cells)
+
+        class Mark(Callback):
+            """Marks each run directory once there is something in it."""
+
+            def begin(self, plan: Plan) -> None:
+                _mark(next(cell.path for cell in cells if cell.config == plan.config))
+
     with user_errors(again):
         with _progress([cell.config for cell in cells]) as progress:
             runs = api.compare(
@@ -73,7 +82,7 @@ def demo(
                 out=folder,
                 summary=out,
                 protocol=protocol,
-                callbacks=[progress],
+                callbacks=[Mark(), progress],
             )
         print_table(api.table(runs, protocol))
         print_next_steps(
@@ -116,6 +125,7 @@ def run(
         from fedprism import api, planning
         from fedprism.explain import settings_of
         from fedprism.methods import find
+        from fedprism.records import runfile
 
         check_protocol(protocol)
         asked = read_config(config, settings or [], method)
@@ -129,7 +139,7 @@ def run(
         if config is None:
             raise ConfigError("there is no configuration to run; `fedprism run --print-config > mine.yaml` writes one.")
         directory = planning.directory_of(resolved, config.stem, out)
-    with user_errors(f"`fedprism resume {directory}` goes on.", directory):
+    with user_errors(f"`fedprism resume {directory}` goes on.", directory / runfile.NAME):
         with _progress([resolved]) as progress:
             done = api.run_config(resolved, config.stem, out=out, callbacks=[progress])
         _print_run(done, protocol)
@@ -213,6 +223,16 @@ def compare(
 def resume(
     path: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The directory of a run that was stopped.")],
     protocol: ProtocolOption = None,
+    trust: Annotated[
+        bool,
+        typer.Option(
+            "--trust", help="Execute Python files and modules that the run names; without it such a run is refused."
+        ),
+    ] = False,
+    reset_damaged: Annotated[
+        bool,
+        typer.Option("--reset-damaged", help="Let clients whose state on disk is damaged begin anew; it is recorded."),
+    ] = False,
 ) -> None:
     """Go on with a run that was stopped, from its newest checkpoint. The figures are those of a run without a stop.
 
@@ -222,7 +242,9 @@ def resume(
     """
     with user_errors(), loading():
         from fedprism import api
+        from fedprism.cli.progress import Progress
         from fedprism.records import read_run
+        from fedprism.records.folder import recover
         from fedprism.round.events import Callback, Plan
 
         class PrintStart(Callback):
@@ -234,12 +256,14 @@ def resume(
                 print_message(f"{path} goes on after round {kept} of {plan.rounds}{again}.", "dim")
 
         check_protocol(protocol)
+        recover(path)
         record = read_run(path)
     with user_errors(f"`fedprism resume {path}` goes on."):
         if record.status in api.ENDED:
             print_message(f"{path} has already {record.status}; nothing is left to run.", "yellow")
-        with _progress([record.config]) as progress:
-            done = api.resume(path, callbacks=[PrintStart(), progress])
+        with Progress(stderr(), [record.method], record.config.train.rounds) as progress:
+            again = [PrintStart(), progress]
+            done = api.resume(path, callbacks=again, trust=trust, reset_damaged=reset_damaged)
         _print_run(done, protocol)
 
 
@@ -261,23 +285,51 @@ def _print_run(done: Run, protocol: str | None) -> None:
         raise typer.Exit(1)
 
 
-def _clear_demo(folder: Path, cells: Sequence[Cell]) -> None:
-    """Remove the runs of an earlier demo. A folder that no demo has made is refused."""
-    from filelock import FileLock, Timeout
+def _clear_demo(out: Path, cells: Sequence[Cell]) -> None:
+    """Remove the runs of an earlier demo. What no demo has made is refused, and nothing of it is touched."""
+    from fedprism import atomic, summary
+    from fedprism.records import folder
 
-    from fedprism import atomic
-    from fedprism.records import runfile
-    from fedprism.records.locking import LOCK
-
-    note = folder / _DEMO_NOTE
-    if folder.exists() and not note.exists() and any(folder.iterdir()):
-        raise RecordError(f"{folder} holds something that `fedprism demo` has not written; choose another --out.")
-    with atomic.reporting(str(folder), "Choose another --out."):
-        for path in (cell.path for cell in cells if runfile.exists(cell.path)):
+    runs = out / "runs"
+    with atomic.reporting(str(runs), "Choose another --out."):
+        folder.refuse_dead_ends(runs)
+        if not _is_marked(runs):
+            made = [out / name for name in (summary.CSV, summary.MARKDOWN, summary.PAGE)]
+            there = [path for path in made if path.exists()] + ([runs] if runs.exists() and any(runs.iterdir()) else [])
+            if there:
+                raise RecordError(
+                    f"{there[0]} is not marked as made by `fedprism demo`, which would replace it; choose another "
+                    "--out."
+                )
+        for path in (cell.path for cell in cells):
+            if not path.exists() or (path.is_dir() and folder.unused(path)):
+                continue
+            if not _is_marked(path):
+                raise RecordError(f"{path} is not marked as made by `fedprism demo`; choose another --out.")
+        for path in (cell.path for cell in cells if _is_marked(cell.path)):
+            lock = folder.locked(path)
             try:
-                FileLock(path / LOCK, timeout=0).acquire().lock.release()
-            except Timeout:
-                raise RecordError(f"another demo is writing {path}; wait for it, or choose another --out.") from None
-            shutil.rmtree(path)
-        folder.mkdir(parents=True, exist_ok=True)
-        atomic.write(note, b"The runs of `fedprism demo`. The next demo replaces them.\n")
+                folder.remove(path)
+                (path / DEMO_MARK).unlink()
+                with suppress(OSError):  # something else lies there, and stays
+                    path.rmdir()
+            finally:
+                lock.release()
+        runs.mkdir(parents=True, exist_ok=True)
+        _mark(runs)
+
+
+def _mark(path: Path) -> None:
+    """Mark a directory as the demo's own."""
+    from fedprism import atomic
+
+    with atomic.reporting(str(path), "Choose another --out."):
+        atomic.write(path / DEMO_MARK, DEMO_TEXT)
+
+
+def _is_marked(path: Path) -> bool:
+    """Whether the demo has made this directory: a link to one, or a file of that name with other text, is no mark."""
+    mark = path / DEMO_MARK
+    if path.is_symlink() or mark.is_symlink() or not mark.is_file():
+        return False
+    return mark.stat().st_size == len(DEMO_TEXT) and mark.read_bytes() == DEMO_TEXT

@@ -17,13 +17,12 @@ from fedprism import config as configuration
 from fedprism.config import Config
 from fedprism.errors import FedprismError, RecordError, some
 from fedprism.files import NotAFile
-from fedprism.records import classes, metrics, runfile
-from fedprism.records.locking import LOCK, locked
+from fedprism.records import classes, folder, metrics, runfile
+from fedprism.records.folder import CONFIG, LOCK, locked
 from fedprism.records.manifest import Damaged, Manifest, manifest_path, manifest_rounds, read_manifest
 from fedprism.records.read import rounds_done
 from fedprism.records.sealed import unseal
 
-CONFIG = "config.yaml"
 _PASSES = 4  # of repair: what one repairs shows what is left to do
 
 
@@ -95,7 +94,7 @@ class _Check:
 
     def all(self) -> Checkup:
         self.check_kinds()
-        if any((self.path / name).is_symlink() for name in runfile.FOLDERS):
+        if any((self.path / name).is_symlink() for name in folder.FOLDERS):
             return self.found  # what lies there is not the run's
         info = self.check_run_file()
         if info is not None:
@@ -125,10 +124,10 @@ class _Check:
 
     def check_kinds(self) -> None:
         """Links, and other things that are neither files nor folders, or one in place of the other."""
-        folders = [self.path / name for name in runfile.FOLDERS]
-        real = [folder for folder in folders if folder.is_dir() and not folder.is_symlink()]
-        inside = [each for folder in real for each in folder.iterdir() if each not in folders]
-        for each in [*folders, *(self.path / name for name in runfile.FILES), *inside]:
+        folders = [self.path / name for name in folder.FOLDERS]
+        real = [place for place in folders if place.is_dir() and not place.is_symlink()]
+        inside = [each for place in real for each in place.iterdir() if each not in folders]
+        for each in [*folders, *(self.path / name for name in folder.FILES), *inside]:
             wanted = stat.S_ISDIR if each in folders else stat.S_ISREG
             if each.is_symlink() or (each.exists() and not wanted(each.lstat().st_mode)):
                 kind = "is a link" if each.is_symlink() else "is no folder" if each in folders else "is no regular file"

@@ -245,6 +245,8 @@ def _where(run: RunRecord) -> str:
 
 def _untested(run: RunRecord, moment: str, path: str | None) -> str:
     moments = {m for record in run.rounds for m, splits in record.scores.items() if splits.get("test")}
+    if not moments and run.status in ("finished", "diverged"):
+        return f"{_where(run)} has {run.status}, but none of its rounds was tested: there is nothing to show."
     if not moments:
         return f"{_where(run)} has no tested round yet (status: {run.status}); go on with it by `fedprism resume`."
     if path is not None and moment in moments:

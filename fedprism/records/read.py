@@ -12,6 +12,7 @@ from fedprism.config import Config
 from fedprism.errors import RecordError
 from fedprism.records import metrics, runfile
 from fedprism.records.classes import read_classes
+from fedprism.records.folder import refuse_links
 from fedprism.records.manifest import manifest_rounds
 from fedprism.round.events import RoundRecord
 
@@ -19,16 +20,18 @@ from fedprism.round.events import RoundRecord
 def read_run(path: str | Path) -> RunRecord:
     """The records of a run: finished, stopped, or going on."""
     path = Path(path)
-    runfile.refuse_links(path)
+    refuse_links(path)
     info = runfile.read(path)
     config = runfile.recorded_config(path, info)
     reached = rounds_done(path, info)  # before the metrics, which are always ahead of it
     seconds = metrics.read_seconds(path / metrics.TIMINGS)
     entries = metrics.read_rounds(path / metrics.METRICS)
     if len(entries) <= reached:
+        file = path / metrics.METRICS
+        ends = f"ends at round {len(entries) - 1}" if entries else "is empty" if file.exists() else "is missing"
         raise RecordError(
-            f"{path / metrics.METRICS} ends {_where(len(entries))}, but the run has got to round {reached}. Restore "
-            f"the file from a copy; `fedprism fsck {path}` says what can be done without one."
+            f"{file} {ends}, but the run has got to round {reached}. Restore the file from a copy; "
+            f"`fedprism fsck {path}` says what can be done without one."
         )
     return RunRecord(
         path=path,
@@ -43,10 +46,6 @@ def rounds_done(path: Path, info: Mapping[str, Any]) -> int:
     """The last round that the run has surely recorded, by `run.json` and its checkpoints; -1: none."""
     done = info.get("done")
     return max([-1 if done is None else int(done), *manifest_rounds(path / "checkpoints")])
-
-
-def _where(rounds: int) -> str:
-    return f"at round {rounds - 1}" if rounds else "before round 0"
 
 
 def run_status(path: str | Path) -> str | None:

@@ -8,7 +8,7 @@ disk before it, and what comes after the newest manifest can be removed and comp
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,19 @@ from fedprism.round.events import Callback, Plan, RoundRecord, Snapshot, Status
 class Recorder(Callback):
     """Records one run in a directory that this process has locked. `about` is more that `run.json` keeps of the run.
 
-    `reset` names clients that go on from their first state.
+    `reset` names clients that go on from their first state. `check_place` raises an error where the directory is gone.
     """
 
-    def __init__(self, path: Path, checkpoints: Checkpoints, about: Mapping[str, Any], reset: Sequence[str]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        checkpoints: Checkpoints,
+        about: Mapping[str, Any],
+        reset: Sequence[str],
+        check_place: Callable[[], None],
+    ) -> None:
         self.path = path
-        self._about, self._reset = about, reset
+        self._about, self._reset, self._check_place = about, reset, check_place
         self._checkpoints = checkpoints
         self._metrics = Journal(path / METRICS)
         self._timings = Journal(path / TIMINGS)
@@ -72,12 +79,12 @@ class Recorder(Callback):
         with self._writing(TIMINGS):
             self._timings.append(metrics.encode_seconds(record))
         self._checkpoints.forget(snapshot)
-        self._unsaved = snapshot
         is_best = self._best.add(record)
         if record.scores:
             self._counts["last"] = classes.class_counts(record, self._plan.clients)
             if is_best:
                 self._counts["best"] = self._counts["last"]
+        self._unsaved = snapshot  # after the counts, which belong to it: an interruption may come in between
         run = self._plan.config.run
         regular = record.round % run.checkpoint_every == 0 or record.round == self._plan.rounds
         if regular or is_best or record.round in run.keep_rounds:
@@ -107,7 +114,7 @@ class Recorder(Callback):
             known = ", ".join(map(str, rounds)) or "none"
             raise RecordError(
                 f"{self.path} cannot go on after round {self._safe}: it has checkpoints of rounds {known}. "
-                "Resume from one of them, or delete the directory to start anew."
+                "Resume from one of them, or start a new run with another --out."
             )
         entries, damage = metrics.intact(self.path / METRICS)
         if len(entries) <= self._safe:
@@ -149,7 +156,11 @@ class Recorder(Callback):
     def _writing(self, what: str) -> Iterator[None]:
         safe = f"Everything up to round {self._safe} is safe" if self._safe >= 0 else "No round is recorded yet"
         rescue = f"{safe}; make room there, then run `fedprism resume {self.path}`."
-        self._ready = False  # and it stays so if this fails: `end` must not write over a half-written state
         with atomic.reporting(f"{what} in {self.path}", rescue):
-            yield
+            try:
+                self._check_place()
+                yield
+            except Exception:  # `end` must not write over what failed; an interruption leaves nothing half-written
+                self._ready = False
+                raise
         self._ready = True

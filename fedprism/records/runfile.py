@@ -17,18 +17,12 @@ from fedprism import atomic
 from fedprism import config as configuration
 from fedprism.config import Config, Named
 from fedprism.errors import ConfigError, RecordError
-from fedprism.files import NotAFile
 from fedprism.records.sealed import seal, unseal
 from fedprism.round.events import Plan
 
 FORMAT = 2
 NAME = "run.json"
 _LISTED = 20  # differences that an error message lists
-
-
-# What a run directory holds: its own files, none of which is a link.
-FOLDERS = ("checkpoints", "checkpoints/files", "checkpoints/copies", "states")
-FILES = (NAME, "config.yaml", "metrics.jsonl", "timings.jsonl", "classes.json", ".lock")
 
 
 class RecordWarning(UserWarning):
@@ -105,22 +99,6 @@ def _cpu() -> str:
 
 def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-# --- the directory ---------------------------------------------------------------------------------------------------
-
-
-def refuse_links(path: Path) -> None:
-    """Refuse a run directory of which a part lies elsewhere: what is written or deleted there is not the run's. Refuse
-    pipes, too, which nobody may write to."""
-    for name in (*FILES, *FOLDERS):
-        if (path / name).is_symlink():
-            raise RecordError(
-                f"{path / name} is a link. A run directory holds all of its files itself; nothing is read, written or "
-                "deleted through a link. If you trust it, put a copy of what it points to in its place."
-            )
-        if (path / name).exists() and not (path / name).is_file() and not (path / name).is_dir():
-            raise NotAFile(path / name, (path / name).stat().st_mode)
 
 
 # --- the file --------------------------------------------------------------------------------------------------------

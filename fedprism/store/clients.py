@@ -21,12 +21,16 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from fedprism import atomic
-from fedprism.errors import FedprismError, RecordError
+from fedprism.errors import RecordError
 from fedprism.methods.base import State
 from fedprism.store.serialize import serialize
 
 AT_ONCE = 64 * 2**20  # bytes of states on disk that are used at a time
 FEWEST = 16  # clients that are run at a time, however large: engines run several side by side
+
+
+class StateError(RecordError):
+    """A client's state on disk cannot be read or written. The run directory adds which round is safe."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,15 +48,15 @@ class File:
             with safe_open(self.path, "pt") as file:
                 return {name: file.get_tensor(name) for name in json.loads(file.metadata()["order"])}
         except FileNotFoundError:
-            raise FedprismError(
+            raise StateError(
                 f"{self.path} is gone: with clients.state: disk, states on a snapshot can be read while its run goes "
-                "on, and those of a checkpoint until another one has replaced it. Load the run again, or, if it was "
-                "going on and something has deleted its files, run `fedprism resume`."
+                "on, and those of a checkpoint until another one has replaced it. If neither has ended, something has "
+                "deleted the file. Load the run again."
             ) from None
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:  # it holds no state
-            raise RecordError(
-                f"{self.path}, a client's state, cannot be read ({type(error).__name__}: {error}). If something has "
-                "changed it, `fedprism resume` goes on from the newest checkpoint that is whole."
+            raise StateError(
+                f"{self.path}, a client's state, cannot be read ({type(error).__name__}: {error}): something may have "
+                "changed it."
             ) from error
 
 
@@ -135,6 +139,7 @@ class DiskStore(Files, ClientStore):
         self._place, self._at_once = place, at_once
         self._folder: Path | None = None
         self._temporary: weakref.finalize[..., object] | None = None
+        self._identity: tuple[int, int] | None = None  # of the folder
         self._there: set[Path] = set()
         self._written = 0
 
@@ -153,9 +158,12 @@ class DiskStore(Files, ClientStore):
                     f"{folder}, which an earlier run has left, cannot be removed ({error}). Delete it, then run or "
                     "resume again."
                 ) from error
-            with atomic.reporting(str(folder), "Make room there, or choose another --out."):
+            try:
                 folder.mkdir()
+            except OSError as error:
+                raise StateError(f"{folder} could not be made: {error.strerror}. Make room there.") from error
             self._folder = folder
+        self._identity = _identity(self._folder)
 
     def __getitem__(self, client_id: str) -> State | None:
         state = super().__getitem__(client_id)
@@ -176,17 +184,19 @@ class DiskStore(Files, ClientStore):
         self._written += 1
         path = self._folder / f"{self._written:08d}.safetensors"
         try:
-            with atomic.reporting(
-                f"the state of {client_id!r} in {path}", "Make room there, then run `fedprism resume`."
-            ):
-                atomic.write(path, data, sync=False, lasting=False)
-        except RecordError:
-            if self._folder.is_dir():
-                raise
-            raise RecordError(
-                f"{self._folder} is gone: something has deleted it, and with clients.state: disk a run needs it until "
-                "it ends. Run `fedprism resume`."
-            ) from None
+            if not self._is_own():
+                raise FileNotFoundError
+            atomic.write(path, data, sync=False, lasting=False)
+        except OSError as error:
+            if not self._is_own():
+                raise StateError(
+                    f"{self._folder} is gone: something has moved or deleted it, and with clients.state: disk a run "
+                    "needs it until it ends."
+                ) from None
+            room = "Make room there" if self._temporary is None else "Make room there, or set TMPDIR to another folder"
+            raise StateError(
+                f"the state of {client_id!r} in {path} could not be written: {error.strerror or error}. {room}."
+            ) from error
         file = self.files[client_id] = File(path, checksum)
         self._there.add(path)
         weakref.finalize(file, _remove, path, self._there).atexit = False
@@ -216,9 +226,13 @@ class DiskStore(Files, ClientStore):
         self._there.clear()  # from here on a file of the same name is another run's
         if self._temporary is not None:
             self._temporary()
-        elif self._folder is not None:
+        elif self._folder is not None and self._is_own():
             shutil.rmtree(self._folder, ignore_errors=True)
         self._folder = self._temporary = None
+
+    def _is_own(self) -> bool:
+        """Whether the folder is there, and not another one in its place."""
+        return self._folder is not None and self._identity == _identity(self._folder) is not None
 
 
 def clients_at_once(largest: int, workers: int = 1) -> int:
@@ -237,6 +251,15 @@ def _give_back() -> None:
 
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None  # glibc has it
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """Device and inode of a folder; None: it is not there."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _remove(path: Path, there: set[Path]) -> None:

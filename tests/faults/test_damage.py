@@ -215,7 +215,7 @@ def test_a_run_does_not_go_on_from_a_damaged_line(made: Callable[..., Path]) -> 
     changed = lines[1].replace(b'"north":101', b'"north":102')
     assert changed != lines[1]
     (path / "metrics.jsonl").write_bytes(b"".join([lines[0], changed, *lines[2:]]))
-    with pytest.raises(RecordError, match="line 2 of"):
+    with pytest.raises(RecordError, match="is damaged in line 2"):
         toy_run(path)
 
 
