@@ -1,0 +1,1 @@
+"""Faults that are caused on purpose, and what must hold after them."""
