@@ -37,7 +37,7 @@ from tests.faults.injection import FAULTS, NEEDS_MOUNT, NONE, Fault, Scene
 from tests.faults.operations import CONFIG, NOTES, OPERATIONS, SABOTAGE, STARTS, Operation, go_on
 
 ROOT = Path(__file__).parent.parent.parent
-PATIENCE = {False: 30.0, True: 120.0}  # seconds until an operation (a slow one) counts as hanging
+PATIENCE = {False: 20.0, True: 120.0}  # seconds until an operation (a slow one) counts as hanging
 GONE = 15.0  # seconds in which worker processes notice that their parent has gone
 ROOM = 2**31  # bytes that an operation may take, so that a nasty setting cannot take the machine
 THEIRS = {"theirs.txt": b"theirs\n", "folder/data.bin": bytes(range(256))}
@@ -103,7 +103,7 @@ def in_child(act: Callable[[], None], work: Path, patience: float, inside: Calla
     for _, write in pipes:
         os.close(write)
     code = _code(pid, patience)
-    left = not _all_gone(pid, 0 if code is None else GONE if code < 0 else GONE / 10)
+    left = code is not None and not _all_gone(pid, GONE if code < 0 else GONE / 10)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     if code is None:
@@ -193,39 +193,33 @@ _PRESENT = {"timings.jsonl", "report.html", "page.html"}  # they hold times
 
 
 def tree(folder: Path) -> dict[str, str]:
-    """Every file below a folder and its content, but for times and locks."""
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        if path.name != ".lock" or not path.is_file():
-            found[path.relative_to(folder).as_posix()] = _content(path)
-    return found
+    """Every file below a folder and what is read from it, but for times and locks."""
+    return {name: _content(folder / name, times=False) for name in _names(folder)}
 
 
-def _content(path: Path) -> str:
-    if path.is_symlink():
+def exact(folder: Path) -> dict[str, str]:
+    """Every file below a folder and its content, every bit of it."""
+    return {name: _content(folder / name, times=True) for name in _names(folder)}
+
+
+def _names(folder: Path) -> list[str]:
+    return [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.name != ".lock"]
+
+
+def _content(path: Path, times: bool) -> str:
+    if times and path.is_symlink():
         return f"link to {os.readlink(path)}"
     if path.is_dir():
         return "folder"
     if not path.is_file():
         return "neither a file nor a folder"
-    if path.name in _PRESENT:
+    if not times and path.name in _PRESENT:
         return "file"
     data = path.read_bytes()
-    if path.name == "run.json":
+    if not times and path.name == "run.json":
         with contextlib.suppress(ValueError, AttributeError):
             return json.dumps({key: value for key, value in json.loads(data).items() if key not in _VOLATILE})
     return sha256(data).hexdigest()
-
-
-def exact(folder: Path) -> dict[str, str]:
-    """Every file below a folder and its content, every bit of it."""
-    paths = (path for path in sorted(folder.rglob("*")) if path.name != ".lock")
-    return {
-        path.relative_to(folder).as_posix(): sha256(path.read_bytes()).hexdigest()
-        if path.is_file() and not path.is_symlink()
-        else _content(path)
-        for path in paths
-    }
 
 
 def below(name: str, folders: Sequence[str]) -> bool:
@@ -376,6 +370,7 @@ class _Trial:
         if ended.code is None:
             return self.result(BROKEN)
         self.fault.after(self.scene, self.point)
+        self.before, self.beside = exact(self.scene.work), exact(self.scene.beside)
         if again is not None:
             killing = FAULTS["killed"]
             point = f"{1 + int(again * len(self.reference.steps['writes']))}"
@@ -477,6 +472,8 @@ class _Trial:
 
     def check_success(self, ended: Ended) -> None:
         """It ended well in spite of the fault: it has done what it does without one, or says what is different."""
+        if not self.fault.damages:  # damage that it could do without is left to it
+            self.fault.after(self.scene, self.point)
         if ended.out != self.reference.out and "warning" not in ended.err:
             self.broken.append("printed something else than without the fault, without a word about it")
         if self.operation.changes == ("study",) or not self.fault.damages:
@@ -568,7 +565,10 @@ def serve() -> None:
             answer: Any
             if "run" in question:
                 given = question["run"]
-                answer = asdict(lab.run(Case(**{**given, "settings": tuple(given["settings"])})))
+                try:
+                    answer = asdict(lab.run(Case(**{**given, "settings": tuple(given["settings"])})))
+                except Exception:  # noqa: BLE001 - the other cases can still be run
+                    answer = asdict(Verdict(BROKEN, "", ["the case itself has failed"], traceback.format_exc()))
             else:
                 operation, fault = question["points"]
                 answer = lab.points(OPERATIONS[operation], FAULTS[fault])

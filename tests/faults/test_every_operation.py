@@ -85,10 +85,9 @@ def test_promises_hold_wherever_it_strikes(driver: Driver, operation: str, fault
     assert not bad, f"{len(bad)} of {count} cases\n" + "\n\n".join(bad[:3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_without_a_fault_it_does_the_same_again(driver: Driver, operation: str) -> None:
-    if OPERATIONS[operation].slow:
-        pytest.skip("its cases are in the slow tier")
     case = Case(operation, "none")
     verdict = driver.run(case)
     assert not verdict.broken, told(case, verdict)
