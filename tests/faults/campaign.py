@@ -37,7 +37,7 @@ SETTINGS: Sequence[tuple[str, ...]] = (
     ("clients.participation=0.5", "method.name=apfl", "seed=3"),
     ("server.aggregator=median", "method.name=fedavg"),
     ("evaluate.clients=participants", "clients.participation=0.5", "run.checkpoint_every=1"),
-    ("transforms=[clip-norm]", "method.name=fedprox"),
+    ("transforms=[clip_norm]", "method.name=fedprox"),
 )
 # How often an operation or a fault is drawn, where it is not once.
 OFTEN = {"train": 4, "resume": 4, "train-on-disk": 2, "resume-on-disk": 2, "compare": 2, "overwrite": 2}

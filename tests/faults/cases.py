@@ -370,7 +370,8 @@ class _Trial:
         if ended.code is None:
             return self.result(BROKEN)
         self.fault.after(self.scene, self.point)
-        self.before, self.beside = exact(self.scene.work), exact(self.scene.beside)
+        if self.fault.damages:  # the file is back
+            self.before, self.beside = exact(self.scene.work), exact(self.scene.beside)
         if again is not None:
             killing = FAULTS["killed"]
             point = f"{1 + int(again * len(self.reference.steps['writes']))}"
@@ -443,7 +444,9 @@ class _Trial:
             changes = (*changes, "mine.yaml")
         kept = {name: text for name, text in self.before.items() if not below(name, changes)}
         others = {name: text for name, text in after.items() if not below(name, changes)}
-        if self.killed:
+        if self.scene.put.exists():
+            others.pop(os.path.relpath(self.scene.put.read_text(encoding="utf-8"), self.scene.work), None)
+        if self.killed or self.fault.lasting or "os.remove" in self.point:  # it could not delete what it had made
             others = {name: text for name, text in others.items() if not _is_temporary(name, changes)}
         if words := differing(kept, others):
             self.broken.append(f"what it should not touch: {words}")
@@ -459,9 +462,9 @@ class _Trial:
 
     def check_finished(self) -> None:
         """A run that was finished is there, or what replaces it can go on."""
-        if not self.operation.replaces:
+        old = self.before.get("study/metrics.jsonl")
+        if not self.operation.replaces or old is None:
             return
-        old = self.before["study/metrics.jsonl"]
         after = exact(self.scene.work)
         there = after.get("study/metrics.jsonl") == old
         anywhere = old in (text for name, text in after.items() if name.endswith("metrics.jsonl"))
@@ -567,8 +570,9 @@ def serve() -> None:
                 given = question["run"]
                 try:
                     answer = asdict(lab.run(Case(**{**given, "settings": tuple(given["settings"])})))
-                except Exception:  # noqa: BLE001 - the other cases can still be run
-                    answer = asdict(Verdict(BROKEN, "", ["the case itself has failed"], traceback.format_exc()))
+                except Exception as error:  # noqa: BLE001 - the other cases can still be run
+                    words = f"the case itself has failed: {error!r}"[:600]
+                    answer = asdict(Verdict(BROKEN, "", [words], traceback.format_exc()))
             else:
                 operation, fault = question["points"]
                 answer = lab.points(OPERATIONS[operation], FAULTS[fault])

@@ -56,6 +56,7 @@ class Fault:
     after: Callable[[Scene, str], None] = nothing
     ends: tuple[int, ...] = ()  # signals that may end the process without a word
     damages: bool = False  # files that were there: an operation may refuse them
+    lasting: bool = False  # from where it strikes to the end
     rewrites: bool = False  # the configuration: another run is made, if any
 
 
@@ -115,7 +116,7 @@ def at_step(kind: str, strike: Callable[[Scene, str], None], lasting: bool = Fal
 
         watch(scene.work, step)
 
-    return {"points": points, "inside": inside}
+    return {"points": points, "inside": inside, "lasting": lasting}
 
 
 def send(number: int) -> Callable[[Scene, str], None]:
