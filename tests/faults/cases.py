@@ -268,8 +268,7 @@ class Lab:
     def start(self, name: str, settings: tuple[str, ...]) -> Path:
         """A folder to copy: what operations start with."""
         if (name, settings) not in self._starts:
-            path = self.folder / f"start-{len(self._starts)}"
-            path.mkdir()
+            path = Path(tempfile.mkdtemp(prefix="start-", dir=self.folder))
             _write_config(path, settings)
             act = STARTS[name]
             if act is not None:

@@ -12,7 +12,6 @@ import os
 import resource
 import shutil
 import signal
-import stat
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -86,9 +85,9 @@ def watch(folder: Path, step: Step) -> None:
         real = getattr(os, name)
 
         def call(descriptor: int, *rest: Any) -> Any:
-            mode = os.fstat(descriptor).st_mode
-            if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
-                step("writes", f"os.{name}", f"descriptor {descriptor}")
+            path = _path(descriptor)
+            if inside(path):
+                step("writes", f"os.{name}", path)
             return real(descriptor, *rest)
 
         return call
@@ -96,6 +95,14 @@ def watch(folder: Path, step: Step) -> None:
     for name in _CALLS:
         setattr(os, name, watched(name))
     sys.addaudithook(hook)
+
+
+def _path(descriptor: int) -> str:
+    """The file that is open; "": the system does not say."""
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return ""
 
 
 def at_step(kind: str, strike: Callable[[Scene, str], None], lasting: bool = False) -> dict[str, Any]:
