@@ -17,11 +17,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.faults.cases import BROKEN, NOT_HERE, REFUSED, RESUMED, SAME, Case, Driver, Verdict
+from tests.faults.cases import BROKEN, NOT_HERE, REFUSED, RESUMED, SAME, WARNED, Case, Driver, Verdict
 from tests.faults.injection import FAULTS
 from tests.faults.operations import OPERATIONS
 
-OUTCOMES = (SAME, RESUMED, REFUSED, BROKEN, NOT_HERE)
+OUTCOMES = (SAME, RESUMED, REFUSED, WARNED, BROKEN, NOT_HERE)
 LISTED = 50  # broken promises that the table names one by one
 
 # Each has its own start and its own reference; a pool of them keeps these few.
@@ -106,7 +106,8 @@ class Campaign:
         """A row per fault and one per operation, then every broken promise and how to repeat it."""
         minutes = (time.monotonic() - self._begun) / 60
         lines = [
-            f"`python -m tests.faults.campaign --cases {self.cases} --seed {self.seed}`: {minutes:.0f} minutes.",
+            f"`python -m tests.faults.campaign --cases {self.cases} --seed {self.seed}`: {len(self.verdicts)} cases in "
+            f"{minutes:.0f} minutes.",
             "",
             *_rows("fault", FAULTS, {n: (c.fault, v.outcome) for n, (c, v) in self.verdicts.items()}),
             "",
@@ -148,8 +149,11 @@ def main() -> int:
     workers = [threading.Thread(target=campaign.work, daemon=True) for _ in range(given.jobs)]
     for worker in workers:
         worker.start()
-    for worker in workers:
-        worker.join()
+    try:
+        for worker in workers:
+            worker.join()
+    except KeyboardInterrupt:
+        print(f"stopped after {len(campaign.verdicts)} cases", flush=True)
     text = campaign.markdown()
     print(text)
     if given.out is not None:

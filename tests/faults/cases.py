@@ -42,7 +42,8 @@ GONE = 15.0  # seconds in which worker processes notice that their parent has go
 ROOM = 2**31  # bytes that an operation may take, so that a nasty setting cannot take the machine
 THEIRS = {"theirs.txt": b"theirs\n", "folder/data.bin": bytes(range(256))}
 
-SAME, RESUMED, REFUSED, BROKEN = "same bits", "resumed to the same bits", "refused in one line", "BROKEN PROMISE"
+SAME, WARNED = "same bits", "less, with a warning"
+RESUMED, REFUSED, BROKEN = "resumed to the same bits", "refused in one line", "BROKEN PROMISE"
 NOT_HERE = "not possible here"
 
 
@@ -364,8 +365,7 @@ class _Trial:
         if self.fault.rewrites:
             return self.result(SAME if ended.fine else REFUSED)
         if ended.fine:
-            self.check_success(ended)
-            return self.result(SAME)
+            return self.result(self.check_success(ended))
         if ended.code is None:
             return self.result(BROKEN)
         self.fault.after(self.scene, self.point)
@@ -472,14 +472,17 @@ class _Trial:
             where = "lies elsewhere" if anywhere else "is lost"
             self.broken.append(f"the run that was to be replaced {where}, and there is no other in its place")
 
-    def check_success(self, ended: Ended) -> None:
+    def check_success(self, ended: Ended) -> str:
         """It ended well in spite of the fault: it has done what it does without one, or says what is different."""
         if not self.fault.damages:  # damage that it could do without is left to it
             self.fault.after(self.scene, self.point)
-        if ended.out != self.reference.out and "warning" not in ended.err:
-            self.broken.append("printed something else than without the fault, without a word about it")
         if self.operation.changes == ("study",) or not self.fault.damages:
             self.compare("in spite of the fault")
+        if ended.out == self.reference.out:
+            return SAME
+        if "warning: " not in ended.err:
+            self.broken.append("printed something else than without the fault, without a word about it")
+        return WARNED
 
     def compare(self, when: str) -> None:
         if words := differing(self.reference.tree, tree(self.scene.work)):

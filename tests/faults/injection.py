@@ -204,6 +204,10 @@ def limit_files(scene: Scene, point: str) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024 * int(point.split()[0]), resource.RLIM_INFINITY))
 
 
+def memory_points(scene: Scene) -> list[str]:
+    return [f"{n} MiB" for n in (0, 1, 2, 4, 6, 8, 12, 16, 24, 32)] if sys.platform == "linux" else []
+
+
 def limit_memory(scene: Scene, point: str) -> None:
     ctypes.CDLL(None).malloc_trim(0)  # what earlier cases have used and given back is no room
     status = Path("/proc/self/status").read_text(encoding="utf-8")
@@ -316,7 +320,7 @@ _ALL: Sequence[Fault] = (
     Fault("no permission at a read", **at_step("reads", fail(errno.EACCES))),
     Fault("a full disk", lambda s: [f"{4 * n} KiB" for n in range(32)], fill_disk, after=empty_disk),
     Fault("a limit on file sizes", lambda s: [f"{n} KiB" for n in (0, 1, 2, 3, 4, 8, 16, 32)], inside=limit_files),
-    Fault("a limit on memory", lambda s: [f"{n} MiB" for n in (0, 1, 2, 4, 6, 8, 12, 16, 24, 32)], inside=limit_memory),
+    Fault("a limit on memory", memory_points, inside=limit_memory),
     Fault("a flipped bit", **damage(flip, size=1)),
     Fault("cut short", **damage(cut, size=1)),
     Fault("emptied", **damage(empty, size=1)),
