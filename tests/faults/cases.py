@@ -445,8 +445,7 @@ class _Trial:
         others = {name: text for name, text in after.items() if not below(name, changes)}
         if self.scene.put.exists():
             others.pop(os.path.relpath(self.scene.put.read_text(encoding="utf-8"), self.scene.work), None)
-        if self.killed or self.fault.lasting or "os.remove" in self.point:  # it could not delete what it had made
-            others = {name: text for name, text in others.items() if not _is_temporary(name, changes)}
+        others = {name: text for name, text in others.items() if not self.excused(name, changes)}
         if words := differing(kept, others):
             self.broken.append(f"what it should not touch: {words}")
         if not self.operation.replaces:
@@ -459,17 +458,22 @@ class _Trial:
                 self.broken.append(f"a user's file is gone: {theirs.relative_to(self.scene.work)}")
                 self.scene.put.unlink()
 
+    def excused(self, name: str, changes: Sequence[str]) -> bool:
+        """Is it a temporary file that it could not delete, or an old run that it could not put back and names?"""
+        stuck = self.killed or self.fault.lasting or "os.remove" in self.point
+        return _is_temporary(name, changes) and (stuck or Path(name).parts[0] in self.said[-1])
+
     def check_finished(self) -> None:
         """A run that was finished is there, or what replaces it can go on."""
         old = self.before.get("study/metrics.jsonl")
         if not self.operation.replaces or old is None:
             return
         after = exact(self.scene.work)
-        there = after.get("study/metrics.jsonl") == old
-        anywhere = old in (text for name, text in after.items() if name.endswith("metrics.jsonl"))
+        there = [name for name, text in after.items() if name.endswith("metrics.jsonl") and text == old]
         begun = any(name.startswith("study/checkpoints/manifest-") for name in after)
-        if not there and not begun and not (anywhere and self.killed):
-            where = "lies elsewhere" if anywhere else "is lost"
+        found = any(name == "study/metrics.jsonl" or self.excused(name, self.operation.changes) for name in there)
+        if not found and not begun:
+            where = f"lies in {there[0]}, without a word" if there else "is lost"
             self.broken.append(f"the run that was to be replaced {where}, and there is no other in its place")
 
     def check_success(self, ended: Ended) -> str:

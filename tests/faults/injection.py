@@ -286,9 +286,12 @@ NASTY = (
 )
 
 
+_LONG = {"train.rounds", "train.epochs"}  # many of them are allowed, and take long
+
+
 def nasty_points(scene: Scene) -> list[str]:
     keys = runfile.flat(configuration.plain(Config()))
-    return [f"{key}: {value}" for key in keys if key != "run.device" for value in NASTY]
+    return [f"{key}: {value}" for key in keys if key not in _LONG for value in NASTY]
 
 
 def set_nasty(scene: Scene, point: str) -> None:
