@@ -353,7 +353,7 @@ class _Trial:
         self.operation, self.fault, self.reference, self.scene, self.point = operation, fault, reference, scene, point
         self.broken: list[str] = []
         self.said: list[str] = []
-        self.killed = False  # the last child was
+        self.stuck = False  # the last child could not tidy up
         self.before, self.beside = exact(scene.work), exact(scene.beside)
         self.patience = PATIENCE[operation.slow]
 
@@ -388,7 +388,8 @@ class _Trial:
 
     def child(self, act: Callable[[], None], inside: Callable[[], None] | None = None) -> Ended:
         ended = in_child(act, self.scene.work, self.patience, inside)
-        self.killed = ended.code is not None and ended.code < 0
+        killed = ended.code is not None and ended.code < 0
+        self.stuck = killed or (inside is not None and (self.fault.lasting or "os.remove" in self.point))
         self.said.append(f"[exit code {ended.code}]\n{ended.err.strip()}")
         return ended
 
@@ -460,8 +461,7 @@ class _Trial:
 
     def excused(self, name: str, changes: Sequence[str]) -> bool:
         """Is it a temporary file that it could not delete, or an old run that it could not put back and names?"""
-        stuck = self.killed or self.fault.lasting or "os.remove" in self.point
-        return _is_temporary(name, changes) and (stuck or Path(name).parts[0] in self.said[-1])
+        return _is_temporary(name, changes) and (self.stuck or Path(name).parts[0] in self.said[-1])
 
     def check_finished(self) -> None:
         """A run that was finished is there, or what replaces it can go on."""
@@ -489,7 +489,11 @@ class _Trial:
         return WARNED
 
     def compare(self, when: str) -> None:
-        if words := differing(self.reference.tree, tree(self.scene.work)):
+        after = tree(self.scene.work)
+        named = {name for name in after if name.startswith(".") and Path(name).parts[0] in self.said[-1]}
+        users = {path for note in NOTES if named for path in (note, str(Path(note).parent))}  # they lie there, too
+        expected = {name: text for name, text in self.reference.tree.items() if name not in users}
+        if words := differing(expected, {n: text for n, text in after.items() if n not in named | users}):
             self.broken.append(f"{when}: {words}")
 
 
