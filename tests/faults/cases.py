@@ -313,7 +313,7 @@ class Lab:
 
                 ended = in_child(operation.act, scene.work, PATIENCE[True], count)
                 assert ended.code == 0, (operation.name, settings, ended)
-                steps: dict[str, list[str]] = {"reads": [], "writes": []}
+                steps: dict[str, list[str]] = {"reads": [], "writes": [], "tears": []}
                 for line in log.read_text(encoding="utf-8").splitlines():
                     kind, _, what = line.partition("\t")
                     steps[kind].append(what)
@@ -395,7 +395,7 @@ class _Trial:
 
     def result(self, outcome: str) -> Verdict:
         said = "\n".join(self.said).replace(str(self.scene.work.parent), "...")
-        return Verdict(BROKEN if self.broken else outcome, self.point[:300], self.broken, said[-6000:])
+        return Verdict(BROKEN if self.broken else outcome, self.point[:160], self.broken, said[-6000:])
 
     # --- the promises ---
 

@@ -32,7 +32,7 @@ class Scene:
     work: Path  # the working directory of the operation
     beside: Path  # somebody else's files
     put: Path  # lists files that a fault has put into a run directory
-    steps: dict[str, list[str]] = field(default_factory=dict)  # reads and writes of the operation without a fault
+    steps: dict[str, list[str]] = field(default_factory=dict)  # what the operation does without a fault
 
     def files(self) -> list[str]:
         """The files of the run directories, but not what the user has put there."""
@@ -65,7 +65,7 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _EVENTS = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink"}
 _CALLS = ("write", "fsync", "ftruncate")  # Python has no audit event for these
 
-Step = Callable[[str, str, str], None]  # reads or writes, what is about to happen, the file
+Step = Callable[[str, str, str], None]  # reads, writes or tears; what is about to happen; the file
 
 
 def watch(folder: Path, step: Step) -> None:
@@ -86,9 +86,15 @@ def watch(folder: Path, step: Step) -> None:
 
         def call(descriptor: int, *rest: Any) -> Any:
             path = _path(descriptor)
-            if inside(path):
-                step("writes", f"os.{name}", path)
-            return real(descriptor, *rest)
+            if not inside(path):
+                return real(descriptor, *rest)
+            step("writes", f"os.{name}", path)
+            if name != "write":
+                return real(descriptor, *rest)
+            data = memoryview(rest[0])
+            done = real(descriptor, data[: len(data) // 2])
+            step("tears", f"half of os.{name}", path)
+            return done + real(descriptor, data[done:])
 
         return call
 
@@ -317,6 +323,8 @@ _ALL: Sequence[Fault] = (
     Fault("no permission once", **at_step("writes", fail(errno.EACCES))),
     Fault("read-only from then on", **at_step("writes", fail(errno.EROFS), lasting=True)),
     Fault("no space beside a user's file", **at_step("writes", fail_beside_a_users_file), after=take_away),
+    Fault("killed in a write", **at_step("tears", send(signal.SIGKILL)), ends=(signal.SIGKILL,)),
+    Fault("no space in a write", **at_step("tears", fail(errno.ENOSPC))),
     Fault("killed at a read", **at_step("reads", send(signal.SIGKILL)), ends=(signal.SIGKILL,)),
     Fault("Ctrl-C at a read", **at_step("reads", send(signal.SIGINT))),
     Fault("an I/O error at a read", **at_step("reads", fail(errno.EIO))),

@@ -22,6 +22,7 @@ SPREAD = {False: 24, True: 4}  # cases per fault and operation (a slow one) in t
 # Operation, fault and where it strikes, from 0 to 1: one of each kind of fault and of each operation.
 SAMPLE = [
     ("train", "killed", 0.5),
+    ("train", "killed in a write", 0.04),
     ("train", "no space beside a user's file", 0.1),
     ("train", "Ctrl-C", 0.6),
     ("train", "a full disk", 0.4),
@@ -29,6 +30,7 @@ SAMPLE = [
     ("train", "a limit on memory", 0.0),
     ("train-on-disk", "killed", 0.7),
     ("resume", "killed", 0.4),
+    ("resume", "no space in a write", 0.21),
     ("resume", "a flipped bit", 0.75),
     ("resume", "deleted", 0.5),
     ("resume", "a link in its place", 0.8),
