@@ -116,6 +116,7 @@ def in_child(act: Callable[[], None], work: Path, patience: float, inside: Calla
 def _be_child(act: Callable[[], None], work: Path, outputs: list[int], inside: Callable[[], None] | None) -> None:
     code = 1
     try:
+        injection.end_with_parent()
         os.setsid()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for number, output in enumerate(outputs, 1):
@@ -570,7 +571,8 @@ class Driver:
 
 def serve() -> None:
     """Answer questions from standard input, one line each, until it is closed."""
-    with tempfile.TemporaryDirectory(prefix="fedprism-faults-") as folder:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with the folder gone
+    with contextlib.suppress(KeyboardInterrupt), tempfile.TemporaryDirectory(prefix="fedprism-faults-") as folder:
         os.environ["FEDPRISM_CACHE"] = f"{folder}/cache"
         lab = Lab(Path(folder).resolve())
         for line in sys.stdin:
