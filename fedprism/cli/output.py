@@ -16,6 +16,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from fedprism.errors import FedprismError, escaped_lines, printable
+from fedprism.round.memory import enough_memory
 from fedprism.round.signals import Ended, ending_in_order
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def user_errors(interrupted: str = "", begun: Path | None = None) -> Iterator[No
         print_message(f"warning: {message}", "yellow")
 
     try:
-        with ending_in_order(), warnings.catch_warnings():
+        with ending_in_order(), enough_memory(), warnings.catch_warnings():
             warnings.showwarning = warn
             yield
     except FedprismError as error:

@@ -7,12 +7,10 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 from fedprism.errors import FedprismError
 
 # What a RuntimeError of PyTorch says where the C library, or the system, gives it no memory.
-SIGNS = ("DefaultCPUAllocator", "bad_alloc", "annot allocate memory", "not enough memory")
+SIGNS = ("DefaultCPUAllocator", "bad_alloc", "annot allocate memory", "not enough memory", "out of memory")
 ASKED = re.compile(r"allocate ([\d.]+) ?(\w+)")
 
 
@@ -34,7 +32,7 @@ def enough_memory(client_id: str | None = None) -> Iterator[None]:
 def _ran_out(error: Exception) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(sign in str(error) for sign in SIGNS)
+    return isinstance(error, MemoryError) or any(sign in str(error) for sign in SIGNS)
 
 
 def _asked(text: str) -> str:

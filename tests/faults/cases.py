@@ -190,7 +190,7 @@ def _drained(read: int) -> str:
 
 # --- files as they are -----------------------------------------------------------------------------------------------
 
-_VOLATILE = {"started", "ended", "versions", "machine", "resumed"}  # of run.json
+_VOLATILE = {"started", "ended", "versions", "machine", "resumed", "checksum"}  # of run.json
 _PRESENT = {"timings.jsonl", "report.html", "page.html"}  # they hold times
 
 

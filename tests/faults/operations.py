@@ -101,6 +101,7 @@ _ALL: Sequence[Operation] = (
     Operation("compare", COMPARE, changes=("studies",)),
     Operation("compare-again", COMPARE, "compared", changes=SUMMARY),
     Operation("overwrite", overwrite, "finished", changes=("study",), replaces=True),
+    Operation("fsck", command("fsck", "study"), "finished"),
     Operation("load", load_models, "finished"),
     Operation("show", command("show", "study"), "finished"),
     Operation("report", command("show", "study", "--report", "page.html"), "finished", changes=("page.html",)),

@@ -508,8 +508,8 @@ def test_a_found_run_goes_on_if_it_is_trusted(found: Path, two: fp.Federation, t
 
 
 def test_a_finished_run_executes_nothing(found: Path) -> None:
-    info = json.loads((found / "run.json").read_text())
-    (found / "run.json").write_text(json.dumps({**info, "status": "finished"}))
+    info = unseal((found / "run.json").read_bytes())
+    (found / "run.json").write_bytes(seal({**info, "status": "finished"}))
     assert fp.resume(found).status == "finished"
     code, printed = call("resume", found)
     assert code == 0
