@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import shutil
@@ -32,6 +31,7 @@ from fedprism.methods.base import Client, Context, Method, Net, State, Upload, U
 from fedprism.methods.mixed import allowing
 from fedprism.models import Arch, architectures
 from fedprism.records import Protocol, RunDirectory, RunRecord, outcome, read_run
+from fedprism.records.sealed import seal, unseal
 from fedprism.report.html import page
 from fedprism.report.models import models
 from fedprism.round.client import Job, client_evaluate, client_round, make_info
@@ -675,9 +675,9 @@ def test_a_run_of_another_version_is_shown_with_what_its_method_decided(tiny: fp
     """Reports read records: a setting that this version does not know does not matter to them."""
     run = fp.train(tiny, "fedsce", ["mlp", "lenet-bn"], rounds=1, out=tmp_path / "run")
     file = run.path / "run.json"
-    info = json.loads(file.read_text())
+    info = unseal(file.read_bytes())
     info["config"]["method"]["gone"] = 1
-    file.write_text(json.dumps(info))
+    file.write_bytes(seal(info))
     shown = call("show", str(run.path), "--report", str(tmp_path / "page.html"))
     assert shown.exit_code == 0, shown.output
     assert "auxiliary model: lenet-bn, 47,754 parameters" in said(shown)

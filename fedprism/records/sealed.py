@@ -22,7 +22,7 @@ def seal(entry: Mapping[str, Any], **layout: Any) -> bytes:
     """An object as JSON with its checksum and a line feed; `layout` is what `json.dumps` takes.
 
     >>> seal({"round": 3})[:32], unseal(seal({"round": 3}))
-    (b'{"round": 3, "checksum": "dd1ee1', {'round': 3})
+    (b'{"round": 3, "checksum": "0e5b5a', {'round': 3})
     """
     text = json.dumps(entry, allow_nan=False, **layout).removesuffix("}").rstrip().encode()
     return b'%b, "checksum": "%b"}\n' % (text, hashlib.sha256(text).hexdigest().encode())
