@@ -32,6 +32,7 @@ import typer
 import yaml
 
 from fedprism import config as configuration
+from fedprism.files import NotAFile, read_bytes
 from tests.faults import injection
 from tests.faults.injection import FAULTS, NEEDS_MOUNT, NONE, Fault, Scene
 from tests.faults.operations import CONFIG, NOTES, OPERATIONS, SABOTAGE, STARTS, Operation, go_on
@@ -509,8 +510,8 @@ def _names_a_file(error: str, err: str) -> bool:
 
 def _status(run: Path) -> str | None:
     try:
-        return str(json.loads((run / "run.json").read_bytes())["status"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return str(json.loads(read_bytes(run / "run.json"))["status"])  # a pipe may lie there
+    except (OSError, ValueError, KeyError, TypeError, NotAFile):
         return None
 
 
