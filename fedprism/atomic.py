@@ -23,26 +23,38 @@ _PROBE = 1 << 16  # bytes
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
+@contextmanager
+def _temporary(path: Path) -> Iterator[Path]:
+    """The name of a temporary file beside `path`; after a failure there is no such file."""
+    temporary = path.with_name(f".{path.name}{_SUFFIX}")
+    try:
+        temporary.unlink(missing_ok=True)
+        yield temporary
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _write_new(path: Path, data: bytes, lasting: bool = True) -> None:
+    """Make a file."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY, 0o666)
+    try:
+        write_all(descriptor, data)
+        if lasting:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write(path: Path, data: bytes, sync: bool = True, lasting: bool = True) -> None:
     """Replace the content of `path` by `data` atomically.
 
     With `sync=False` the caller syncs the folder, once for many files. With `lasting=False` the content may be lost in
     a power cut until `link` syncs it.
     """
-    temporary = path.with_name(f".{path.name}{_SUFFIX}")
-    try:
-        temporary.unlink(missing_ok=True)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY, 0o666)
-        try:
-            write_all(descriptor, data)
-            if lasting:
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    with _temporary(path) as temporary:
+        _write_new(temporary, data, lasting)
         os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
     if sync:
         fsync(path.parent)
 
@@ -56,9 +68,9 @@ def check_writable(path: Path) -> None:
         if not stat.S_ISREG(mode):
             raise NotAFile(path, mode)  # it would be replaced, even the null device
     path.parent.mkdir(parents=True, exist_ok=True)
-    probe = path.with_name(f".{path.name}.probe")
-    write(probe, bytes(_PROBE), sync=False)  # an empty file fits on a full disk
-    probe.unlink()
+    with _temporary(path) as temporary:
+        _write_new(temporary, bytes(_PROBE))  # an empty file fits on a full disk
+        temporary.unlink()
 
 
 def link(source: Path, path: Path) -> None:
@@ -66,16 +78,13 @@ def link(source: Path, path: Path) -> None:
 
     `path` is a copy where the file system has no hard links, or where it differs from `source`'s.
     """
-    temporary = path.with_name(f".{path.name}{_SUFFIX}")
-    try:
-        temporary.unlink(missing_ok=True)
+    with _temporary(path) as temporary:
         try:
             os.link(source, temporary)
         except OSError:
             shutil.copyfile(source, temporary)
         fsync(temporary)
         os.replace(temporary, path)
-    finally:
         temporary.unlink(missing_ok=True)  # `replace` leaves it there if both already link to the same file
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from fedprism import atomic
@@ -226,8 +226,8 @@ class Checkpoints:
 
     def _copy_shared(self, kept: Sequence[Manifest]) -> None:
         """Let exactly those files have a copy that several of these checkpoints name."""
-        if not self._swept and self.copies.is_dir():
-            self._copied = {path.stem for path in self.copies.glob("*.safetensors")}
+        if not self._swept:
+            self._copied = set(self._sound_copies())
         seen, shared = set[str](), set[str]()
         for manifest in kept:
             shared |= seen & manifest.files
@@ -235,12 +235,21 @@ class Checkpoints:
         if shared:
             self.copies.mkdir(exist_ok=True)
         for checksum in shared - self._copied:
-            if atomic.holds(self._file(checksum), checksum):  # else it is damaged already, as loading will say
-                atomic.write(self._copy(checksum), atomic.read(self._file(checksum)), sync=False, lasting=False)
+            file, copy = self._file(checksum), self._copy(checksum)
+            if atomic.holds(file, checksum) and not copy.is_dir():  # else it is damaged already, as loading will say
+                atomic.write(copy, atomic.read(file), sync=False, lasting=False)
                 self._copied.add(checksum)
         for checksum in self._copied - shared:
             self._copy(checksum).unlink(missing_ok=True)
         self._copied &= shared
+
+    def _sound_copies(self) -> Iterator[str]:
+        """The checksums of copies that are as they were written; damaged ones are deleted."""
+        for path in list(self.copies.glob("*.safetensors")):
+            if atomic.holds(path, path.stem):
+                yield path.stem
+            elif not path.is_dir():  # a folder is somebody's
+                path.unlink()
 
     def _manifest(self, round: int) -> Manifest:
         """A manifest, read again only if its file has changed."""

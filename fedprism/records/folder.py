@@ -157,7 +157,11 @@ class Replaced:
     def drop(self) -> None:
         """Its successor is on disk: remove its files. Other files that lie with them move to the successor."""
         try:
-            _clear(self.place, self.path)
+            try:
+                _clear(self.place, self.path)
+            except (KeyboardInterrupt, SystemExit):  # it takes a moment, and half of it would hide a user's files
+                _clear(self.place, self.path)
+                raise
         except OSError as error:
             warnings.warn(
                 f"the run in {self.path} has been replaced, but something of the old one is left in {self.place} "

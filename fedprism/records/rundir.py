@@ -26,7 +26,7 @@ from filelock import FileLock
 from fedprism import atomic
 from fedprism import config as configuration
 from fedprism.config import Config
-from fedprism.errors import RecordError, some
+from fedprism.errors import ConfigError, RecordError, some
 from fedprism.records import folder, metrics, runfile
 from fedprism.records.checkpoint import Checkpoints
 from fedprism.records.folder import CHECKPOINTS, CONFIG, STATES, Identity, Replaced, locked, recover, set_aside
@@ -114,7 +114,7 @@ class RunDirectory:
             try:
                 _check_readable(path / CHECKPOINTS)
                 if (path / CONFIG).exists():
-                    runfile.check_config(path, recorded, configuration.read(path / CONFIG), CONFIG)
+                    runfile.check_config(path, recorded, _read_config(path), CONFIG)
                 else:  # the process was killed while it made the directory
                     _write_config(path, recorded)
                 for each in (path, *(path / name for name in folder.FOLDERS)):
@@ -405,6 +405,16 @@ def _write_first(path: Path, config: Config) -> None:
     runfile.write(path, runfile.first(config))
     _write_config(path, config)
     atomic.fsync(path.parent)
+
+
+def _read_config(path: Path) -> Config:
+    try:
+        return configuration.read(path / CONFIG)
+    except ConfigError as error:
+        raise RecordError(
+            f"{path / CONFIG} cannot be used; {runfile.NAME} holds the configuration, too, and `fedprism fsck {path} "
+            f"--repair` writes the file again: {error}"
+        ) from None
 
 
 def _write_config(path: Path, config: Config) -> None:

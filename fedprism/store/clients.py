@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -228,6 +229,9 @@ class DiskStore(Files, ClientStore):
             self._temporary()
         elif self._folder is not None and self._is_own():
             shutil.rmtree(self._folder, ignore_errors=True)
+            if self._folder.exists():
+                message = f"{self._folder} could not be removed; nothing needs it any more, so remove it yourself."
+                warnings.warn(message, stacklevel=2)
         self._folder = self._temporary = None
 
     def _is_own(self) -> bool:

@@ -298,7 +298,7 @@ NASTY = (
 )
 
 
-_LONG = {"train.rounds", "train.epochs"}  # many of them are allowed, and take long
+_LONG = {"train.rounds", "train.epochs", "model.features"}  # many of them are allowed, and take long
 
 
 def nasty_points(scene: Scene) -> list[str]:

@@ -178,6 +178,21 @@ def test_models_of_the_other_clients_can_be_had(tmp_path: Path) -> None:
         again.models["plain"]
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes with names are of Unix")
+@pytest.mark.parametrize("how", ["a flipped bit", "a pipe in its place"])
+def test_a_run_that_goes_on_replaces_damaged_copies(made: Callable[..., Path], how: str) -> None:
+    """Until then a copy protects nothing; a run that trusted its name would never notice."""
+    path = made(5)
+    copy = path / "checkpoints" / "copies" / shared_file(path).name
+    if how == "a flipped bit":
+        DAMAGE[how](copy)
+    else:
+        copy.unlink()
+        os.mkfifo(copy)
+    toy_run(path, until=6)
+    assert fsck(path)[0] == 0
+
+
 # --- records ---------------------------------------------------------------------------------------------------------
 
 
@@ -217,6 +232,15 @@ def test_a_run_does_not_go_on_from_a_damaged_line(made: Callable[..., Path]) -> 
     (path / "metrics.jsonl").write_bytes(b"".join([lines[0], changed, *lines[2:]]))
     with pytest.raises(RecordError, match="is damaged in line 2"):
         toy_run(path)
+
+
+def test_a_damaged_configuration_is_named(made: Callable[..., Path]) -> None:
+    path = made(5)
+    damage(path / "config.yaml", lambda data: data.replace(b"server:", b"sdrver:"))
+    with pytest.raises(RecordError, match=r"config.yaml cannot be used; .*fsck .* --repair.*: unknown key 'sdrver'"):
+        toy_run(path)
+    assert fsck(path, "--repair")[0] == 0
+    assert results(toy_run(path)) == results(made())
 
 
 # --- links -----------------------------------------------------------------------------------------------------------

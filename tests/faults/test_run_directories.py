@@ -261,6 +261,28 @@ def test_a_run_goes_when_its_successor_is_on_disk_and_other_files_stay(two: fp.F
     assert [path.name for path in old.parent.iterdir()] == ["run"]
 
 
+def test_a_users_files_are_not_left_behind_by_an_interruption(two: fp.Federation, old: Path) -> None:
+    """They move to the successor one by one, after the old run's files have been deleted."""
+    for name in ("a.txt", "b.txt"):
+        (old / name).write_text("mine")
+
+    def work() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+        once = [lambda: os.kill(os.getpid(), signal.SIGINT)]
+
+        def at_the_first(event: str, args: tuple[Any, ...]) -> None:
+            if once and event == "os.rename" and str(args[0]).endswith("a.txt"):
+                once.pop()()
+
+        sys.addaudithook(at_the_first)
+        train(two, old, overwrite=True)
+
+    assert in_child(work) == 130
+    assert [path.name for path in old.parent.iterdir()] == ["run"]
+    assert [(old / name).read_text() for name in ("a.txt", "b.txt")] == ["mine", "mine"]
+
+
 def test_where_a_run_cannot_come_back_it_is_said_where_it_lies(two: fp.Federation, old: Path) -> None:
     before = tree(old)
 
