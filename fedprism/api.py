@@ -35,6 +35,7 @@ from fedprism.report.table import table as make_table
 from fedprism.round.client import make_info, uploaded_kinds
 from fedprism.round.events import Callback
 from fedprism.round.loop import make_loop
+from fedprism.round.memory import enough_memory
 from fedprism.summary import write_comparison
 from fedprism.transforms import TRANSFORMS, make_transforms
 from fedprism.transforms.base import check_transforms, suffixes
@@ -281,8 +282,9 @@ def compare(
     _check_methods([cell for cell in by_seed if run_status(cell.path) not in ENDED], federations)
     for cell in by_seed:
         try:
-            _run_cell(cell, federations, callbacks)
-            runs[cell.path] = load(cell.path, trust=True)  # without the federation
+            with enough_memory():
+                _run_cell(cell, federations, callbacks)
+                runs[cell.path] = load(cell.path, trust=True)  # without the federation
         except Exception as error:  # a bug in one method must not take the other runs' results away
             if on_error is None:
                 raise

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -99,7 +99,7 @@ class _Check:
         info = self.check_run_file()
         if info is not None:
             self.check_config(runfile.recorded_config(self.path, info))
-        self.check_checkpoints()
+        self.check_checkpoints(info)
         self.check_rounds(info)
         self.check_timings()
         self.check_classes()
@@ -161,7 +161,7 @@ class _Check:
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
-    def check_checkpoints(self) -> None:
+    def check_checkpoints(self, info: dict[str, Any] | None) -> None:
         manifests: dict[int, Manifest] = {}
         for round in manifest_rounds(self.checkpoints):
             file = manifest_path(self.checkpoints, round)
@@ -177,10 +177,19 @@ class _Check:
                 named.setdefault(checksum, []).append(round)
         lost = [name for name, rounds in sorted(named.items()) if not self.check_state(name, shared=len(rounds) > 1)]
         self.found.whole = [round for round, manifest in manifests.items() if manifest.files.isdisjoint(lost)]
+        if len(manifests) == len(manifest_rounds(self.checkpoints)) and info and info["status"] != "running":
+            self.check_unnamed(named)
         for checksum in lost:
             file = self.checkpoints / "files" / f"{checksum}.safetensors"
             owners = [c for r in named[checksum] for c, name in manifests[r].clients.items() if name == checksum]
             self.add(file, _state_of(file), self.without(owners, named[checksum]))
+
+    def check_unnamed(self, named: Collection[str]) -> None:
+        """A run that has stopped in good order leaves no file that no manifest names."""
+        for file in sorted((self.checkpoints / "files").glob("*.safetensors")):
+            if file.stem not in named and file.is_file() and not file.is_symlink():
+                remedy = "it is moved aside; if a manifest is missing, restore that one from a copy first"
+                self.add(file, "is named by no checkpoint", remedy, partial(self.set_aside, file))
 
     def check_state(self, checksum: str, shared: bool) -> bool:
         """Whether a state is there, as a file or as its copy. Both should be, where several checkpoints name it."""

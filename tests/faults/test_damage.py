@@ -180,16 +180,17 @@ def test_models_of_the_other_clients_can_be_had(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes with names are of Unix")
 @pytest.mark.parametrize("how", ["a flipped bit", "a pipe in its place"])
-def test_a_run_that_goes_on_replaces_damaged_copies(made: Callable[..., Path], how: str) -> None:
+def test_a_run_that_goes_on_replaces_damaged_copies(tmp_path: Path, how: str) -> None:
     """Until then a copy protects nothing; a run that trusted its name would never notice."""
-    path = made(5)
+    path = toy_run(tmp_path / "run", toy_config(checkpoint_every=1, keep_rounds=(4, 5)), until=5)
     copy = path / "checkpoints" / "copies" / shared_file(path).name
     if how == "a flipped bit":
         DAMAGE[how](copy)
     else:
         copy.unlink()
         os.mkfifo(copy)
-    toy_run(path, until=6)
+    toy_run(path)
+    assert copy.exists()
     assert fsck(path)[0] == 0
 
 
@@ -327,6 +328,16 @@ PLACES = {
 }
 
 
+def test_fsck_misses_a_manifest(made: Callable[..., Path]) -> None:
+    """Its files are there, and nothing names them."""
+    path = made()
+    newest_manifest(path).unlink()
+    code, text = fsck(path)
+    assert (code, "is named by no checkpoint" in text) == (1, True)
+    fsck(path, "--repair")
+    assert fsck(path)[0] == 0
+
+
 @pytest.mark.parametrize(
     ("how", "until"),
     [
@@ -345,12 +356,12 @@ def test_fsck_finds_damage_and_repairs_it(made: Callable[..., Path], place: str,
     DAMAGE[how](hurt)
     after = hurt.read_bytes() if hurt.is_file() else None
     code, text = fsck(path)
-    unseen = place == "timings" or (how, place) in {("missing", "classes"), ("missing", "manifest")}
+    unseen = place == "timings" or (how, place) == ("missing", "classes")
     unseen |= (how, place) in {("cut short", "config.yaml"), ("longer", "metrics")}  # a default, and a torn line
     if code == 0:
         assert unseen
     else:
-        assert str(hurt.relative_to(path)) in text
+        assert (str(hurt.relative_to(path)) if hurt.exists() or place != "manifest" else "named by no") in text
     fsck(path, "--repair")
     code, text = fsck(path)
     assert code == 0 or place == "file", text

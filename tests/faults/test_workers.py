@@ -222,6 +222,17 @@ def test_memory_runs_out_beside_the_clients(tiny: Federation) -> None:
         loop.run([])
 
 
+def test_memory_runs_out_before_a_run_of_a_comparison(tmp_path: Path) -> None:
+    (tmp_path / "greedy.py").write_text(
+        "from dataclasses import dataclass\nimport fedprism as fp, torch\n\n@dataclass(frozen=True)\n"
+        "class Greedy(fp.FedAvg):\n    def facts(self, info):\n        return {'much': str(torch.empty(2**50))}\n"
+    )
+    config, said = structure({"data": {"name": "digits-skew", "samples": 20}}, Config), []
+    methods = [f"{tmp_path / 'greedy.py'}:Greedy"]
+    assert not fp.compare(config, methods, [0], "x", out=tmp_path, on_error=lambda cell, error: said.append(str(error)))
+    assert said[0].startswith("memory has run out, where 4,503,599,627 MB were asked for at once")
+
+
 # --- exceptions of a method ------------------------------------------------------------------------------------------
 
 
