@@ -61,10 +61,10 @@ def command(*words: str) -> Callable[[], None]:
 
 def overwrite() -> None:
     """Train in the place of another run."""
-    given = yaml.safe_load(Path("mine.yaml").read_text(encoding="utf-8"))
-    rest = {key: value for key, value in given.items() if key not in ("data", "seed", "model", "method")}
-    settings = [f"{key}={json.dumps(value)}" for key, value in runfile.flat(rest).items()]
     with user_errors():
+        given = yaml.safe_load(Path("mine.yaml").read_text(encoding="utf-8"))
+        rest = {key: value for key, value in given.items() if key not in ("data", "seed", "model", "method")}
+        settings = [f"{key}={json.dumps(value)}" for key, value in runfile.flat(rest).items()]
         config = configuration.read("mine.yaml")
         federation = build_federation(config.data, config.seed)
         api.train(federation, given["method"], given["model"], out="study", overwrite=True, settings=settings)
