@@ -421,6 +421,34 @@ def test_what_is_no_upload_is_refused_if_a_method_makes_it(
     assert loop.states[VICTIM] is None
 
 
+@dataclass(frozen=True)
+class EncodesOddly(fp.FedAvg):
+    """FedAvg in which one client's `encode` returns something else."""
+
+    what: str = ""
+
+    def encode(self, state: State, ctx: Context) -> State:
+        odd = ctx.data is not None and ctx.client_id == VICTIM  # at the client: the server has no data
+        return WRONG[self.what][0](state, ctx.download) if odd else state  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("engine", [InProcess, CudaGraphs, None], ids=["inprocess", "cuda-graphs", "processes"])
+@pytest.mark.parametrize("what", ["nothing", "a list", "a leaf that is none", "a number", "sparse", "meta"])
+def test_what_is_no_upload_is_refused_if_encode_makes_it(
+    what: str, engine: type[InProcess] | type[CudaGraphs] | None, tiny: Federation, spare: Pool
+) -> None:
+    """Whatever is between the client and the server: workers cannot even send such things."""
+    method, seen = EncodesOddly(what), Collect()
+    settings = config_of(model=MLP, train={"rounds": 1}, evaluate={"moments": ["received"]})
+    info = make_info(settings, tiny.names, tiny.classes, tiny.shape)
+    if engine is None:
+        made: Engine = Borrowed.of(spare, 1, method, settings, tiny)
+    else:
+        made = engine(method, settings, info, tiny, CPU)
+    loop_for(method, settings, tiny, made).run([seen])
+    assert_refused(seen, WRONG[what][1])
+
+
 @pytest.mark.parametrize("engine", [InProcess, CudaGraphs])
 def test_what_runs_away_is_refused_if_a_client_makes_it(
     engine: type[InProcess] | type[CudaGraphs], tiny: Federation
