@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from fedprism.engines.inprocess import InProcess
 from fedprism.engines.processes.handle import Pool
 from fedprism.federation import Federation
 from fedprism.methods import METHODS
-from fedprism.methods.base import Client, Context, Method, State
+from fedprism.methods.base import Client, Context, Method, Net, State, Upload, UploadKind
 from fedprism.methods.states import length, malformed, rest_length, update_length
 from fedprism.records import RunDirectory
 from fedprism.round.client import make_info
@@ -196,9 +196,44 @@ def test_limits_by_hand() -> None:
     nothing = {"w": torch.zeros(4)}
     assert longest_update(nothing, None) == longest_update(nothing, 1.0) == FAR * UNKNOWN * 2
     assert longest_update(nothing, 1e9) == FAR * 1e9
-    assert longest_update({"n": torch.tensor(3)}, None) == longest_update({}, None) == math.inf, (
+    assert longest_update({"n": torch.tensor(3)}, None) == longest_update({}, None) == LARGEST, (
         "nothing to compare with"
     )
+
+
+@dataclass(frozen=True)
+class Votes(Method):
+    """The server holds a whole number alone: how many numbers that were sent are above 0."""
+
+    who: tuple[str, ...] = ()  # whose numbers are enormous
+
+    def shared(self, model: Net, ctx: Context) -> Collection[str]:
+        return ()
+
+    def server(self, model: Net, ctx: Context) -> State:
+        return {"votes": torch.tensor(0)}
+
+    def uploads(self, model: Net, ctx: Context) -> Mapping[str, UploadKind]:
+        return {"scores": "weights"}
+
+    def upload(self, client: Client, ctx: Context) -> State:
+        return {"scores": torch.full((4,), 3e38 if ctx.client_id in self.who else 0.5)}
+
+    def aggregate(self, server: State, uploads: Sequence[Upload], ctx: Context) -> State:
+        return {"votes": server["votes"] + sum(int((u.state["scores"] > 0).sum()) for u in uploads)}
+
+
+def test_a_server_without_weights_has_a_limit_too(tiny: Federation, tmp_path: Path) -> None:
+    """There is no length that could be recorded of what is enormous."""
+    for who, status in (((), "finished"), ((VICTIM,), "finished"), (tuple(tiny.names), "diverged")):
+        out, settings = tmp_path / str(len(who)), ["run.engine=inprocess", "run.device=cpu"]
+        made = fp.train(tiny, Votes(who), rounds=2, out=out, settings=settings)
+        assert made.status == status
+        assert all(list(record.failed) == list(who) for record in made.record.rounds[1:])
+        with RunDirectory.open(out) as directory:
+            last = directory.latest()
+        assert last is not None
+        assert int(last.server["votes"]) == 4 * 2 * (3 - len(who))
 
 
 def test_lengths_by_hand() -> None:
@@ -419,6 +454,34 @@ def test_what_is_no_upload_is_refused_if_a_method_makes_it(
         return
     assert_refused(seen, WRONG[what][1])
     assert loop.states[VICTIM] is None
+
+
+@dataclass(frozen=True)
+class EncodesOddly(fp.FedAvg):
+    """FedAvg in which one client's `encode` returns something else."""
+
+    what: str = ""
+
+    def encode(self, state: State, ctx: Context) -> State:
+        odd = ctx.data is not None and ctx.client_id == VICTIM  # at the client: the server has no data
+        return WRONG[self.what][0](state, ctx.download) if odd else state  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("engine", [InProcess, CudaGraphs, None], ids=["inprocess", "cuda-graphs", "processes"])
+@pytest.mark.parametrize("what", ["nothing", "a list", "a leaf that is none", "a number", "sparse", "meta"])
+def test_what_is_no_upload_is_refused_if_encode_makes_it(
+    what: str, engine: type[InProcess] | type[CudaGraphs] | None, tiny: Federation, spare: Pool
+) -> None:
+    """Whatever is between the client and the server: workers cannot even send such things."""
+    method, seen = EncodesOddly(what), Collect()
+    settings = config_of(model=MLP, train={"rounds": 1}, evaluate={"moments": ["received"]})
+    info = make_info(settings, tiny.names, tiny.classes, tiny.shape)
+    if engine is None:
+        made: Engine = Borrowed.of(spare, 1, method, settings, tiny)
+    else:
+        made = engine(method, settings, info, tiny, CPU)
+    loop_for(method, settings, tiny, made).run([seen])
+    assert_refused(seen, WRONG[what][1])
 
 
 @pytest.mark.parametrize("engine", [InProcess, CudaGraphs])

@@ -201,6 +201,9 @@ def finish(left: Departure, bad: str | None) -> Result | Failure:
     method = left.job.method
     with torch.no_grad(), unchanged(f"{method.id}.encode", changed):
         sent = method.encode(dict(changed), left.ctx)
+    wrong = malformed(sent)
+    if wrong is not None:
+        return Failure(wrong)
     found = Checked(left.upload, float(left.length), float(left.rest))
     checked = found if same_tensors(sent, left.upload) else None
     return Result(left.state, sent, {**done, **logs}, read_scores(left.tallies), checked)

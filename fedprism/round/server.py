@@ -33,7 +33,7 @@ from fedprism.transforms.base import Transform, UploadContext, from_wire
 
 FAR = 1000.0  # times the usual length: an update that is longer is refused
 UNKNOWN = 1e6  # root mean square of an upload, where the server holds nothing but zeros to compare it with
-LARGEST = 1e12  # length of what is no update: the buffers and scalars of an upload
+LARGEST = 1e12  # length of what is no update, the buffers and scalars of an upload, or of what nothing compares with
 # What a leaf may hold that the server has no type for.
 NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16)
 
@@ -104,7 +104,7 @@ def longest_update(server: State, usual: float | None) -> float:
     floats = {name: tensor for name, tensor in server.items() if tensor.is_floating_point()}
     weights, count = float(length(floats)), sum(tensor.numel() for tensor in floats.values())
     if not count:
-        return math.inf  # there is nothing to compare with
+        return LARGEST  # there is nothing to compare with
     if weights == 0:
         return FAR * max(usual or 0.0, UNKNOWN * math.sqrt(count))
     return FAR * weights if usual is None else max(FAR * usual, weights)
