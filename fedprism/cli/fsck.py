@@ -42,8 +42,8 @@ def fsck(
         for finding in found.findings:
             _print(path, finding, "damaged")
         style = "red" if found.findings else "green"
-        count = f"{found.verified} files are as they were written" + (", except the above" if found.findings else "")
-        stdout().print(Text.assemble((f"{path}", "bold"), (f": {count}. {found.verdict}", style)), soft_wrap=True)
+        count = f"Files that are as they were written: {found.verified}. " if not found.stopped else ""
+        stdout().print(Text.assemble((f"{path}", "bold"), (f": {count}{found.verdict}.", style)), soft_wrap=True)
         if not repair and any(finding.repair for finding in found.findings):
             stdout().print(f"repair what can be: fedprism fsck {path} --repair", style="dim", soft_wrap=True)
         wrong = wrong or bool(found.findings)

@@ -89,7 +89,8 @@ def show(
 
 def _find_runs(paths: Sequence[Path]) -> list[list[Path]]:
     """Run directories by table: those that are named together, those that are found by their folder."""
-    from fedprism.records import runfile
+    from fedprism.records import folder, runfile
+    from fedprism.records.metrics import METRICS
 
     named = [path for path in paths if runfile.exists(path)]
     groups: dict[Path, list[Path]] = {}
@@ -98,8 +99,14 @@ def _find_runs(paths: Sequence[Path]) -> list[list[Path]]:
             continue
         if not path.is_dir():
             runfile.read(path)  # raises the error
-        below = sorted(file.parent for file in path.rglob(runfile.NAME))
+        found = {file.parent for file in path.rglob(runfile.NAME)}
+        # In a run is what `fsck` has replaced, and in a folder of that name what a new run is about to replace.
+        below = sorted(
+            each for each in found if found.isdisjoint(each.parents) and not each.match(folder.beside(Path("*")).name)
+        )
         if not below:
+            if (path / METRICS).is_file():
+                runfile.read(path)  # raises the error: a run without its run.json
             raise RecordError(f"there is no run in {path} or below it; `fedprism run` makes one.")
         for directory in below:
             groups.setdefault(directory.parent, []).append(directory)

@@ -44,15 +44,18 @@ class Checkup:
     verified: int = 0  # files that are as they were written
     rounds: int = 0  # that can be read, from round 0 on
     whole: list[int] = field(default_factory=list)  # rounds whose checkpoints are whole
+    stopped: bool = False  # a folder is a link, so that the rest was not checked
 
     @property
     def verdict(self) -> str:
         """What can be read, and from where the run can go on."""
+        if self.stopped:
+            return "The rest was not checked, since what lies behind a link is not the run's"
         read = f"{self.rounds} rounds can be read (0 to {self.rounds - 1})" if self.rounds else "No round can be read"
         usable = [round for round in self.whole if round < self.rounds]
         if usable:
-            return f"{read}. Checkpoints of rounds {_listed(usable)} are whole."
-        return f"{read}. No checkpoint of these rounds is whole."
+            return f"{read}. Whole checkpoints: {_rounds(usable)}"
+        return f"{read}. No checkpoint of these rounds is whole"
 
 
 def fsck(path: Path) -> Checkup:
@@ -95,12 +98,14 @@ class _Check:
     def all(self) -> Checkup:
         self.check_kinds()
         if any((self.path / name).is_symlink() for name in folder.FOLDERS):
-            return self.found  # what lies there is not the run's
+            self.found.stopped = True
+            return self.found
         info = self.check_run_file()
         if info is not None:
             self.check_config(runfile.recorded_config(self.path, info))
-        self.check_checkpoints(info)
+        readable = self.check_checkpoints(info)
         self.check_rounds(info)
+        self.check_whether_it_goes_on(readable)
         self.check_timings()
         self.check_classes()
         return self.found
@@ -130,8 +135,11 @@ class _Check:
         for each in [*folders, *(self.path / name for name in folder.FILES), *inside]:
             wanted = stat.S_ISDIR if each in folders else stat.S_ISREG
             if each.is_symlink() or (each.exists() and not wanted(each.lstat().st_mode)):
-                kind = "is a link" if each.is_symlink() else "is no folder" if each in folders else "is no regular file"
-                self.add(each, kind, "it is moved aside; what it points to stays", partial(self.set_aside, each))
+                kind, remedy = "is no folder" if each in folders else "is no regular file", "it is moved aside"
+                if each.is_symlink():
+                    kind = "is a link"
+                    remedy += ", and what it points to stays; if you trust that, put a copy of it here instead"
+                self.add(each, kind, remedy, partial(self.set_aside, each))
 
     # --- run.json and config.yaml ------------------------------------------------------------------------------------
 
@@ -161,7 +169,8 @@ class _Check:
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
-    def check_checkpoints(self, info: dict[str, Any] | None) -> None:
+    def check_checkpoints(self, info: dict[str, Any] | None) -> bool:
+        """Whether the manifest of any checkpoint can be read."""
         manifests: dict[int, Manifest] = {}
         for round in manifest_rounds(self.checkpoints):
             file = manifest_path(self.checkpoints, round)
@@ -169,7 +178,8 @@ class _Check:
                 manifests[round] = read_manifest(self.checkpoints, round)
                 self.found.verified += 1
             except Damaged:
-                remedy = "the checkpoint before it is used"
+                used = f"the checkpoint of round {max(manifests)} is used" if manifests else "there is none before it"
+                remedy = f"it is moved aside; {used}"
                 self.add(file, _state_of(file), remedy, partial(self.set_aside, file))
         named: dict[str, list[int]] = {}
         for round, manifest in manifests.items():
@@ -177,12 +187,14 @@ class _Check:
                 named.setdefault(checksum, []).append(round)
         lost = [name for name, rounds in sorted(named.items()) if not self.check_state(name, shared=len(rounds) > 1)]
         self.found.whole = [round for round, manifest in manifests.items() if manifest.files.isdisjoint(lost)]
-        if len(manifests) == len(manifest_rounds(self.checkpoints)) and info and info["status"] != "running":
+        if 0 < len(manifests) == len(manifest_rounds(self.checkpoints)) and info and info["status"] != "running":
             self.check_unnamed(named)
+        known = any(manifest.server not in lost for manifest in manifests.values())
         for checksum in lost:
             file = self.checkpoints / "files" / f"{checksum}.safetensors"
             owners = [c for r in named[checksum] for c, name in manifests[r].clients.items() if name == checksum]
-            self.add(file, _state_of(file), self.without(owners, named[checksum]))
+            self.add(file, _state_of(file), self.without(owners, named[checksum], known))
+        return bool(manifests)
 
     def check_unnamed(self, named: Collection[str]) -> None:
         """A run that has stopped in good order leaves no file that no manifest names."""
@@ -202,13 +214,14 @@ class _Check:
                 self.add(bad, _state_of(bad), remedy, partial(self.replace_by, bad, good))
         return any(sound)
 
-    def without(self, owners: list[str], rounds: list[int]) -> str:
-        """What can be done without the state of these clients (none: of the server)."""
+    def without(self, owners: list[str], rounds: list[int], known: bool) -> str:
+        """What can be done without the state of these clients (none: of the server). Clients can begin anew where the
+        server's state of any round is `known`."""
         whose = f"the state of {some(dict.fromkeys(owners))}" if owners else "the server's state"
-        text = f"it is {whose} in the checkpoints of rounds {_listed(rounds)}: restore it from a copy"
+        text = f"it is {whose} ({_rounds(rounds)}): restore it from a copy"
         if self.found.whole:
-            return f"{text}, or resume: the checkpoints of rounds {_listed(self.found.whole)} are whole"
-        return f"{text}, or go on without: `fedprism resume {self.path} --reset-damaged`" if owners else text
+            return f"{text}, or resume, which uses a whole checkpoint ({_rounds(self.found.whole)})"
+        return f"{text}, or go on without: `fedprism resume {self.path} --reset-damaged`" if owners and known else text
 
     # --- rounds ------------------------------------------------------------------------------------------------------
 
@@ -246,6 +259,16 @@ class _Check:
 
         self.add(file, problem, remedy, keep_what_is_whole)
 
+    def check_whether_it_goes_on(self, readable: bool) -> None:
+        """A run that has recorded a round of training has written a checkpoint before."""
+        if self.found.rounds > 1 and not readable:
+            self.add(
+                self.checkpoints,
+                "holds no checkpoint" if self.checkpoints.is_dir() else "is missing",
+                "restore it from a copy. Without one there are tables, but no models, and the run cannot go on; "
+                f"`fedprism run {self.path / CONFIG} --out ELSEWHERE` begins it anew",
+            )
+
     def check_timings(self) -> None:
         file = self.path / metrics.TIMINGS
         try:
@@ -258,9 +281,9 @@ class _Check:
         good = [line for line in lines if metrics.timing_of(line) is not None]
         self.found.verified += file.exists()
         if len(good) < len(lines):
-            odd = len(lines) - len(good)
-            remedy = "these are left out: timings are no results"
-            self.add(file, f"has {odd} lines that cannot be read", remedy, lambda: self.replace(file, b"".join(good)))
+            odd, remedy = len(lines) - len(good), "timings are no results, and go on without"
+            problem = f"has lines that cannot be read ({odd} of {len(lines)})"
+            self.add(file, problem, remedy, lambda: self.replace(file, b"".join(good)))
 
     def check_classes(self) -> None:
         file = self.path / classes.NAME
@@ -295,5 +318,5 @@ def _state_of(file: Path) -> str:
     return "does not match its checksum" if file.exists() else "is missing"
 
 
-def _listed(rounds: list[int]) -> str:
-    return ", ".join(map(str, sorted(rounds)))
+def _rounds(rounds: list[int]) -> str:
+    return f"{'round' if len(rounds) == 1 else 'rounds'} {', '.join(map(str, sorted(rounds)))}"

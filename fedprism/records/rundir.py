@@ -196,7 +196,10 @@ class RunDirectory:
         # Round 0 has a checkpoint before round 1 is recorded: without one, it has been lost.
         if snapshot is None and (rounds or len(entries) > 1):
             damaged: list[str] = []
-            if lost is None and (usable := self._checkpoints.newest(rounds, len(entries) - 1, damaged)) is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RecordWarning)  # they have been given
+                usable = self._checkpoints.newest(rounds, len(entries) - 1, damaged) if lost is None else None
+            if usable is not None:
                 raise RecordError(
                     f"{self.path} has no checkpoint that is whole. That of round {usable.round} lacks only the "
                     f"{'state' if len(damaged) == 1 else 'states'} of {some(damaged)}. Restore "

@@ -17,6 +17,7 @@ from fedprism import atomic
 from fedprism import config as configuration
 from fedprism.config import Config, Named
 from fedprism.errors import ConfigError, RecordError
+from fedprism.records.metrics import METRICS
 from fedprism.records.sealed import seal, unseal
 from fedprism.round.events import Plan
 
@@ -110,6 +111,11 @@ def exists(path: Path) -> bool:
 
 def read(path: Path) -> dict[str, Any]:
     """The `run.json` of a run directory, or an error that says what there is instead."""
+    if not exists(path) and (path / METRICS).is_file():
+        raise RecordError(
+            f"{path / NAME} is missing. Restore it from a copy; `fedprism fsck {path}` says what can be done without "
+            "one."
+        )
     if not exists(path):
         there = "is not a run directory (it has no run.json)" if path.exists() else "does not exist"
         raise RecordError(

@@ -154,7 +154,7 @@ def test_a_lost_client_costs_no_other(tmp_path: Path, state: str) -> None:
     with quietly(), pytest.raises(RecordError, match=r"lacks only the state of plain.*--reset-damaged"):
         fp.resume(path)
     code, text = fsck(path)
-    assert (code, "--reset-damaged" in text, "the state of plain in" in text) == (1, True, True)
+    assert (code, "--reset-damaged" in text, "the state of plain (" in text) == (1, True, True)
     with RunDirectory.open(path) as directory:
         snapshot = directory.latest(lost := [])
     assert lost == ["plain"]
@@ -377,3 +377,67 @@ def test_fsck_finds_damage_and_repairs_it(made: Callable[..., Path], place: str,
     assert ended["metrics.jsonl"] == straight["metrics.jsonl"]
     assert ended["classes.json"] == straight["classes.json"] or place == "classes"
     assert ended["config.yaml"] == straight["config.yaml"] or unseen
+
+
+def test_fsck_misses_checkpoints_and_says_what_is_left_without(made: Callable[..., Path]) -> None:
+    for until in (None, 5):
+        path = made(until)
+        last = checkpoints(path)[-1]
+        for round in checkpoints(path):
+            damage(path / "checkpoints" / f"manifest-{round:06d}.json", flip)
+        code, text = fsck(path)
+        assert (code, "there is none before it" in text, "checkpoints holds no checkpoint" in text) == (1, True, True)
+        assert f"the checkpoint of round {last}" not in text
+        assert fsck(path, "--repair")[0] == 1
+        shutil.rmtree(path / "checkpoints")
+        code, text = fsck(path)
+        assert (code, "checkpoints is missing: restore it from a copy" in text) == (1, True)
+        assert call("show", path).exit_code == 0
+
+
+def test_clients_can_begin_anew_only_where_the_server_is_known(made: Callable[..., Path]) -> None:
+    path = made(5)
+    shutil.rmtree(path / "checkpoints" / "files")
+    shutil.rmtree(path / "checkpoints" / "copies")
+    code, text = fsck(path)
+    assert (code, "the server's state" in text, "the state of north" in text) == (1, True, True)
+    assert "--reset-damaged" not in text
+    with quietly(), pytest.raises(RecordError, match="none of them can be used"):
+        RunDirectory.open(path).latest()
+
+
+def test_what_lies_behind_a_link_is_said_to_be_needed(tmp_path: Path, made: Callable[..., Path]) -> None:
+    path = made(5)
+    (path / "checkpoints" / "files").rename(tmp_path / "files")
+    (path / "checkpoints" / "files").symlink_to(tmp_path / "files")
+    code, text = fsck(path)
+    assert (code, "put a copy of it here" in text, "The rest was not checked" in text) == (1, True, True)
+    assert "round" not in text
+
+
+def test_what_fsck_has_replaced_is_no_run_of_its_own(made: Callable[..., Path]) -> None:
+    path = made()
+    damage(path / "metrics.jsonl", lambda data: b"".join(data.splitlines(keepends=True)[:3]))
+    assert fsck(path, "--repair")[0] == 0
+    assert (path / "replaced-1" / "run.json").exists()
+    toy_run(path)
+    shutil.copytree(path, path.with_name(".other.replaced"))  # as while a run is replaced
+    found = call("show", path.parent)
+    assert (found.exit_code, found.output.count("toy")) == (0, 1), found.output
+
+
+def test_a_run_without_its_first_file_is_sent_to_fsck(made: Callable[..., Path]) -> None:
+    path = made()
+    (path / "run.json").unlink()
+    for command in ("show", "resume"):
+        found = call(command, path)
+        assert (found.exit_code, "run.json is missing" in found.output, "fsck" in found.output) == (2, True, True)
+
+
+def test_each_damaged_checkpoint_is_warned_about_once(made: Callable[..., Path]) -> None:
+    path = made(5)
+    for round in checkpoints(path):
+        damage(path / "checkpoints" / f"manifest-{round:06d}.json", flip)
+    with pytest.warns(RecordWarning) as said, pytest.raises(RecordError, match="none of them can be used"):
+        RunDirectory.open(path).latest()
+    assert len(said) == len(checkpoints(path))
