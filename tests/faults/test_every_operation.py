@@ -19,7 +19,7 @@ from tests.faults.operations import OPERATIONS, SABOTAGE
 
 SPREAD = {False: 24, True: 4}  # cases per fault and operation (a slow one) in the slow tier
 
-# Operation, fault and where it strikes, from 0 to 1: one of each kind of fault and of each operation.
+# Operation, fault and where it strikes, from 0 to 1.
 SAMPLE = [
     ("train", "killed", 0.5),
     ("train", "killed in a write", 0.04),
@@ -44,6 +44,13 @@ SAMPLE = [
     ("inspect", "no space once", 0.5),
     ("inspect", "a nasty setting", 0.2),
 ]
+# And one each of what these lack, so that a new operation or fault is in the default tier by its own line.
+SAMPLE += [
+    (name, "an I/O error at a read", 0.5)
+    for name, operation in OPERATIONS.items()
+    if not operation.slow and name not in {sampled for sampled, _, _ in SAMPLE}
+]
+SAMPLE += [("show", name, 0.5) for name in FAULTS if name not in {sampled for _, sampled, _ in SAMPLE}]
 
 
 @pytest.fixture(scope="module")
