@@ -16,7 +16,7 @@ import yaml
 
 from fedprism import config as configuration
 from fedprism.config import Config, EvaluateConfig, ModelConfig, Named, structure
-from fedprism.errors import ConfigError, RecordError
+from fedprism.errors import RecordError
 from fedprism.records import RecordWarning, RunDirectory, read_run, run_status, runfile
 from fedprism.records.read import Architecture
 from fedprism.records.runfile import machine
@@ -310,7 +310,7 @@ def test_an_edited_configuration_is_refused_by_key_with_both_values(tmp_path: Pa
     assert "data.name" not in str(error.value)
     assert "another --out" in str(error.value)
     (path / "config.yaml").write_text("train: [")
-    with pytest.raises(ConfigError, match=r"config.yaml cannot be read as YAML"):
+    with pytest.raises(RecordError, match=r"fsck .* --repair.*config.yaml cannot be read as YAML"):
         RunDirectory.open(path, write=True)
     (path / "config.yaml").write_text(text)
     toy_run(path)  # the lock was let go each time

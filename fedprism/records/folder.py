@@ -95,12 +95,12 @@ def refuse_links(folder: Path) -> None:
     """Refuse a run directory of which a part lies elsewhere: what is written or deleted there is not the run's. Refuse
     pipes, too, which nobody may write to."""
     for name in (*FILES, *FOLDERS):
-        if (folder / name).is_symlink():
+        if os.path.islink(folder / name):  # unlike pathlib's, no error where a folder may not be read
             raise RecordError(
                 f"{folder / name} is a link. A run directory holds all of its files itself: nothing is read, written "
                 "or deleted through a link. If you trust it, put a copy of what it points to in its place."
             )
-        if (folder / name).exists() and not (folder / name).is_file() and not (folder / name).is_dir():
+        if os.path.exists(folder / name) and not (os.path.isfile(folder / name) or os.path.isdir(folder / name)):
             raise NotAFile(folder / name, (folder / name).stat().st_mode)
 
 

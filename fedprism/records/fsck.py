@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from fedprism import atomic
 from fedprism import config as configuration
 from fedprism.config import Config
 from fedprism.errors import FedprismError, RecordError, some
-from fedprism.files import NotAFile
+from fedprism.files import NotAFile, open_regular
 from fedprism.records import classes, folder, metrics, runfile
 from fedprism.records.folder import CONFIG, LOCK, locked
 from fedprism.records.manifest import Damaged, Manifest, manifest_path, manifest_rounds, read_manifest
@@ -96,6 +97,7 @@ class _Check:
         self.found = Checkup()
 
     def all(self) -> Checkup:
+        self.check_permissions()
         self.check_kinds()
         if any((self.path / name).is_symlink() for name in folder.FOLDERS):
             self.found.stopped = True
@@ -126,6 +128,24 @@ class _Check:
         self.replace(file, atomic.read(good))
 
     # --- what kind of file it is -------------------------------------------------------------------------------------
+
+    def check_permissions(self) -> None:
+        """What may not be read is not damaged: an error, before anything is called so, or replaced."""
+        try:
+            places = [self.path, *(self.path / name for name in folder.FOLDERS)]
+            inside = [each for place in places if os.path.isdir(place) for each in sorted(place.iterdir())]
+            for file in (each for each in inside if each.parent != self.path or each.name in folder.FILES):
+                try:
+                    open_regular(file, follow=False).close()
+                except PermissionError:
+                    raise
+                except (NotAFile, OSError):
+                    continue  # it is found below
+        except PermissionError as error:
+            raise RecordError(
+                f"{error.filename} may not be read ({error.strerror}). Nothing is known to be damaged, and nothing was "
+                "changed: check its permissions, then try again."
+            ) from error
 
     def check_kinds(self) -> None:
         """Links, and other things that are neither files nor folders, or one in place of the other."""
@@ -276,7 +296,7 @@ class _Check:
         except NotAFile:
             return  # which was said
         except RecordError:
-            self.add(file, "cannot be read", "nothing: timings are no results")
+            self.add(file, "cannot be read", "restore it from a copy; timings are no results")
             return
         good = [line for line in lines if metrics.timing_of(line) is not None]
         self.found.verified += file.exists()

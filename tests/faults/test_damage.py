@@ -441,3 +441,24 @@ def test_each_damaged_checkpoint_is_warned_about_once(made: Callable[..., Path])
     with pytest.warns(RecordWarning) as said, pytest.raises(RecordError, match="none of them can be used"):
         RunDirectory.open(path).latest()
     assert len(said) == len(checkpoints(path))
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.parametrize(
+    "name", ["checkpoints", "checkpoints/files", "metrics.jsonl", "run.json", "config.yaml", "file"]
+)
+def test_what_may_not_be_read_is_not_taken_for_damaged(made: Callable[..., Path], name: str) -> None:
+    path = made(5)
+    there = path / name if name != "file" else newest_file(path)
+    mode = there.stat().st_mode
+    there.chmod(0)
+    try:
+        for options in ((), ("--repair",)):
+            code, text = fsck(path, *options)
+            assert (code, f"{there} may not be read" in text, "damaged:" in text) == (2, True, False)
+        with pytest.raises(RecordError, match="Permission denied"):
+            toy_run(path)
+    finally:
+        there.chmod(mode)
+    assert fsck(path)[0] == 0
+    assert not list(path.glob("replaced-*"))
