@@ -26,7 +26,7 @@ from fedprism.methods.mixed import check_mixed
 from fedprism.models import Arch
 from fedprism.planning import Cell, cells, directory_of, resolve
 from fedprism.predict import ClientModels
-from fedprism.records import Protocol, RunDirectory, RunRecord, read_run, run_status
+from fedprism.records import Protocol, RunDirectory, RunRecord, read_run, run_status, runfile
 from fedprism.records.folder import refuse_set_aside
 from fedprism.records.read import common_folder
 from fedprism.records.rundir import Settling
@@ -39,7 +39,7 @@ from fedprism.summary import write_comparison
 from fedprism.transforms import TRANSFORMS, make_transforms
 from fedprism.transforms.base import check_transforms, suffixes
 
-ENDED = ("finished", "diverged")  # nothing is left to run
+ENDED = runfile.ENDED
 
 # --- one run ---------------------------------------------------------------------------------------------------------
 

@@ -90,6 +90,7 @@ def show(
 def _find_runs(paths: Sequence[Path]) -> list[list[Path]]:
     """Run directories by table: those that are named together, those that are found by their folder."""
     from fedprism.records import runfile
+    from fedprism.records.read import runs_below
 
     named = [path for path in paths if runfile.exists(path)]
     groups: dict[Path, list[Path]] = {}
@@ -98,7 +99,7 @@ def _find_runs(paths: Sequence[Path]) -> list[list[Path]]:
             continue
         if not path.is_dir():
             runfile.read(path)  # raises the error
-        below = sorted(file.parent for file in path.rglob(runfile.NAME))
+        below = runs_below(path)
         if not below:
             raise RecordError(f"there is no run in {path} or below it; `fedprism run` makes one.")
         for directory in below:

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -56,29 +58,42 @@ class Checkup:
 
 
 def fsck(path: Path) -> Checkup:
-    """Check a run directory. Nothing is changed, and no link is followed."""
+    """Check a run directory that nobody is writing. Nothing is changed, and no link is followed."""
+    _refuse_others(path)
+    lock = None
+    if (path / LOCK).is_file() and not (path / LOCK).is_symlink():
+        with suppress(OSError):  # may not be written: then the run is most likely not being written either
+            lock = locked(path)
+    try:
+        return _Check(path).all()
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _refuse_others(path: Path) -> None:
     if not path.is_dir():
         raise RecordError(f"{path} is no folder; expected a run directory.")
     if not any((path / name).exists() for name in (runfile.NAME, CONFIG, metrics.METRICS)):
         raise RecordError(f"{path} is no run directory: it has neither {runfile.NAME} nor {metrics.METRICS}.")
-    return _Check(path).all()
 
 
 def repair(path: Path) -> tuple[Checkup, list[Finding]]:
     """Do what can be done, and check again. Returns what is left, and what was repaired."""
+    _refuse_others(path)
     done: list[Finding] = []
     with atomic.reporting(str(path), "What was replaced so far lies in its folders replaced-...; make room there."):
         if (path / LOCK).is_symlink():
             _set_aside(path, path / LOCK)
         lock = locked(path)
         try:
-            found = fsck(path)
+            found = _Check(path).all()
             for _ in range(_PASSES):
                 repairable = [finding for finding in found.findings if finding.repair is not None]
                 for finding in repairable:
                     finding.repair()  # type: ignore[misc]
                 done += repairable
-                found = fsck(path) if repairable else found
+                found = _Check(path).all() if repairable else found
         finally:
             lock.release()
     return found, done
@@ -99,8 +114,9 @@ class _Check:
         info = self.check_run_file()
         if info is not None:
             self.check_config(runfile.recorded_config(self.path, info))
-        self.check_checkpoints()
+        self.check_checkpoints(ended=info is not None and info.get("status") in runfile.ENDED)
         self.check_rounds(info)
+        self.check_end(info or {})
         self.check_timings()
         self.check_classes()
         return self.found
@@ -161,7 +177,7 @@ class _Check:
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
-    def check_checkpoints(self) -> None:
+    def check_checkpoints(self, ended: bool) -> None:
         manifests: dict[int, Manifest] = {}
         for round in manifest_rounds(self.checkpoints):
             file = manifest_path(self.checkpoints, round)
@@ -180,7 +196,7 @@ class _Check:
         for checksum in lost:
             file = self.checkpoints / "files" / f"{checksum}.safetensors"
             owners = [c for r in named[checksum] for c, name in manifests[r].clients.items() if name == checksum]
-            self.add(file, _state_of(file), self.without(owners, named[checksum]))
+            self.add(file, _state_of(file), self.without(owners, named[checksum], ended))
 
     def check_state(self, checksum: str, shared: bool) -> bool:
         """Whether a state is there, as a file or as its copy. Both should be, where several checkpoints name it."""
@@ -193,12 +209,15 @@ class _Check:
                 self.add(bad, _state_of(bad), remedy, partial(self.replace_by, bad, good))
         return any(sound)
 
-    def without(self, owners: list[str], rounds: list[int]) -> str:
+    def without(self, owners: list[str], rounds: list[int], ended: bool) -> str:
         """What can be done without the state of these clients (none: of the server)."""
         whose = f"the state of {some(dict.fromkeys(owners))}" if owners else "the server's state"
         text = f"it is {whose} in the checkpoints of rounds {_listed(rounds)}: restore it from a copy"
         if self.found.whole:
-            return f"{text}, or resume: the checkpoints of rounds {_listed(self.found.whole)} are whole"
+            way = "" if ended else "or resume: "
+            return f"{text}, {way}the checkpoints of rounds {_listed(self.found.whole)} are whole"
+        if ended:
+            return f"{text}; what else is in these can be had" if owners else text
         return f"{text}, or go on without: `fedprism resume {self.path} --reset-damaged`" if owners else text
 
     # --- rounds ------------------------------------------------------------------------------------------------------
@@ -217,10 +236,7 @@ class _Check:
         ends = f"ends at round {last}" if entries else "has no round"
         problem = f"is damaged at line {last + 2}" if damage else f"{ends}, but the run has got to round {reached}"
         usable = [round for round in self.found.whole if round <= last]
-        again = f"the rounds after {usable[-1]}" if usable else "all rounds"
-        remedy = (
-            f"restore it from a copy; or --repair it, and `fedprism resume` computes {again} again, to the same bits"
-        )
+        remedy = f"restore it from a copy; or --repair it, and {_again(usable)}, to the same bits"
 
         def keep_what_is_whole() -> None:
             if usable:
@@ -233,9 +249,29 @@ class _Check:
             for each in gone:
                 self.set_aside(each)
             if info is not None:
-                self.replace(self.path / runfile.NAME, runfile.packed({**info, "status": "interrupted", "done": None}))
+                self.reopen(info)
 
         self.add(file, problem, remedy, keep_what_is_whole)
+
+    def check_end(self, info: dict[str, Any]) -> None:
+        """A run has the checkpoint that it ended with, and one that has not ended has one from round 1 on."""
+        done, rounds = info.get("done"), manifest_rounds(self.checkpoints)
+        if done in self.found.whole or (done is None and (rounds or self.found.rounds < 2)):
+            return
+        file = self.checkpoints if done is None else manifest_path(self.checkpoints, done)
+        usable = [round for round in self.found.whole if round < self.found.rounds]
+        if done not in rounds and not usable:
+            problem = "is missing" if done is not None or not file.exists() else "holds no checkpoint"
+            remedy = "restore it from a copy; the run cannot go on without, but what it has recorded can be read"
+            self.add(file, problem, remedy)
+        elif usable and (done not in rounds or info["status"] in runfile.ENDED):
+            problem = "is missing" if done not in rounds else "names the last checkpoint, which is not whole"
+            remedy = f"restore it from a copy; or --repair it, and {_again(usable)}, to the same bits"
+            self.add(file, problem, remedy, partial(self.reopen, info))
+
+    def reopen(self, info: dict[str, Any]) -> None:
+        """Let a run that has ended go on from its newest checkpoint."""
+        self.replace(self.path / runfile.NAME, runfile.packed({**info, "status": "interrupted", "done": None}))
 
     def check_timings(self) -> None:
         file = self.path / metrics.TIMINGS
@@ -264,10 +300,17 @@ def _set_aside(path: Path, file: Path) -> None:
     if not (file.exists() or file.is_symlink()):
         return
     number = 1
-    while (target := path / f"replaced-{number}" / file.relative_to(path)).exists() or target.is_symlink():
+    while not _free(path, target := path / f"replaced-{number}" / file.relative_to(path)):
         number += 1
     target.parent.mkdir(parents=True, exist_ok=True)
     file.rename(target)
+
+
+def _free(path: Path, target: Path) -> bool:
+    """Whether a file can be moved here: nothing is there, and between it and the run directory are folders alone."""
+    between = target.parents[: len(target.relative_to(path).parts) - 1]
+    odd = any(each.is_symlink() or (each.exists() and not each.is_dir()) for each in between)
+    return not odd and not os.path.lexists(target)
 
 
 def _is_sealed(file: Path) -> bool:
@@ -281,6 +324,11 @@ def _is_sealed(file: Path) -> bool:
 
 def _state_of(file: Path) -> str:
     return "does not match its checksum" if file.exists() else "is missing"
+
+
+def _again(usable: list[int]) -> str:
+    """What resuming does from the newest of these checkpoints."""
+    return f"`fedprism resume` computes {f'the rounds after {usable[-1]}' if usable else 'all rounds'} again"
 
 
 def _listed(rounds: list[int]) -> str:

@@ -22,6 +22,7 @@ from fedprism.round.events import Plan
 
 FORMAT = 2
 NAME = "run.json"
+ENDED = ("finished", "diverged")  # statuses of runs with nothing left to run
 _LISTED = 20  # differences that an error message lists
 
 
@@ -111,6 +112,11 @@ def exists(path: Path) -> bool:
 def read(path: Path) -> dict[str, Any]:
     """The `run.json` of a run directory, or an error that says what there is instead."""
     if not exists(path):
+        if (path / "metrics.jsonl").is_file():
+            raise RecordError(
+                f"{path / NAME} is missing. Restore it from a copy; `fedprism fsck {path}` says what can be done "
+                "without one."
+            )
         there = "is not a run directory (it has no run.json)" if path.exists() else "does not exist"
         raise RecordError(
             f"{path} {there}; expected a directory that `fedprism run` or `fedprism compare` has written."

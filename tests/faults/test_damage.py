@@ -19,6 +19,7 @@ import fedprism as fp
 from fedprism.cli import app
 from fedprism.errors import FedprismError, RecordError
 from fedprism.records import RecordWarning, RoundRecord, RunDirectory, outcome, read_run
+from fedprism.records.fsck import fsck as check
 from fedprism.round.events import Snapshot
 from tests.toy_records import (
     CLIENTS,
@@ -321,7 +322,7 @@ def test_fsck_finds_damage_and_repairs_it(made: Callable[..., Path], place: str,
     DAMAGE[how](hurt)
     after = hurt.read_bytes() if hurt.is_file() else None
     code, text = fsck(path)
-    unseen = place == "timings" or (how, place) in {("missing", "classes"), ("missing", "manifest")}
+    unseen = place == "timings" or (how, place) == ("missing", "classes")
     unseen |= (how, place) in {("cut short", "config.yaml"), ("longer", "metrics")}  # a default, and a torn line
     if code == 0:
         assert unseen
@@ -342,3 +343,81 @@ def test_fsck_finds_damage_and_repairs_it(made: Callable[..., Path], place: str,
     assert ended["metrics.jsonl"] == straight["metrics.jsonl"]
     assert ended["classes.json"] == straight["classes.json"] or place == "classes"
     assert ended["config.yaml"] == straight["config.yaml"] or unseen
+
+
+@pytest.mark.parametrize("until", [None, 5])
+def test_fsck_misses_checkpoints_that_are_gone(made: Callable[..., Path], until: int | None) -> None:
+    path = made(until)
+    newest_manifest(path).unlink()
+    code, text = fsck(path)
+    assert (code, "is missing" in text, "--repair" in text) == (1, True, True)
+    assert fsck(path, "--repair")[0] == 0
+    assert read_run(path).status == "interrupted"
+    toy_run(path)
+    assert results(path) == results(made())
+    shutil.rmtree(path / "checkpoints")
+    code, text = fsck(path, "--repair")
+    assert (code, "what it has recorded can be read" in text) == (1, True)
+
+
+def test_a_state_of_the_last_checkpoint_that_is_lost_can_be_computed_again(made: Callable[..., Path]) -> None:
+    """Also of a run that has finished, which `resume` alone would leave alone."""
+    path = made()
+    newest_file(path).unlink()
+    assert "--repair" in fsck(path)[1]
+    assert fsck(path, "--repair")[0] == 1
+    with quietly():
+        toy_run(path)
+    assert fsck(path)[0] == 0
+    assert results(path) == results(made())
+
+
+def test_nothing_is_moved_through_a_link_by_a_repair(tmp_path: Path, made: Callable[..., Path]) -> None:
+    """Neither through one that came with the run, nor through one that an earlier repair has moved aside."""
+    precious, path = outside(tmp_path), made()
+    before = sorted(precious.iterdir())
+    (path / "replaced-1").symlink_to(precious)
+    (path / "replaced-2").write_text("mine")
+    newest_manifest(path).rename(tmp_path / "manifest-000007.json")
+    (path / "checkpoints").rename(tmp_path / "elsewhere")
+    (path / "checkpoints").symlink_to(precious)
+    fsck(path, "--repair")
+    shutil.copytree(tmp_path / "elsewhere", path / "checkpoints")
+    for hurt in (path / "classes.json", newest_manifest(path)):
+        damage(hurt, flip)
+    assert fsck(path, "--repair")[0] == 0
+    assert sorted(precious.iterdir()) == before
+    assert (path / "replaced-3" / "checkpoints").is_symlink()
+    assert (path / "replaced-4" / "checkpoints").is_dir()
+    assert (path / "replaced-2").read_text() == "mine"
+
+
+def test_a_run_that_is_being_written_is_not_taken_for_damaged(made: Callable[..., Path]) -> None:
+    path = made(5)
+    with RunDirectory.open(path, write=True):
+        newest_manifest(path).unlink()  # as when it is pruned in between
+        with pytest.raises(RecordError, match="being written"):
+            check(path)
+    assert check(path).findings
+
+
+def test_what_a_repair_has_replaced_is_no_run(tmp_path: Path, made: Callable[..., Path]) -> None:
+    path = made()
+    damage(path / "run.json", flip)
+    fsck(path, "--repair")
+    assert (path / "replaced-1" / "run.json").exists()
+    assert call("show", path.parent).exit_code == 0
+
+
+def test_a_run_without_run_json_is_not_left_out(made: Callable[..., Path]) -> None:
+    path = made()
+    (path / "run.json").unlink()
+    shown = call("show", path.parent)
+    assert (shown.exit_code, "run.json is missing" in shown.output, "fedprism fsck" in shown.output) == (2, True, True)
+
+
+def test_timings_that_are_nested_too_deeply_are_left_out(made: Callable[..., Path]) -> None:
+    path = made()
+    (path / "timings.jsonl").write_text("[" * 100_000 + "]" * 100_000 + "\n")
+    assert all(not entry.seconds for entry in read_run(path).rounds)
+    assert fsck(path, "--repair")[0] == 0
