@@ -14,7 +14,7 @@ from fedprism import atomic, index
 from fedprism.cli.app import LEARN, command
 from fedprism.cli.options import ProtocolOption, check_protocol
 from fedprism.cli.output import loading, print_message, print_table, print_text, stdout, user_errors
-from fedprism.errors import ConfigError, RecordError
+from fedprism.errors import ConfigError, RecordError, shown
 
 if TYPE_CHECKING:
     from fedprism.records import RunRecord
@@ -57,6 +57,8 @@ def show(
         if report is not None and len(groups) > 1:
             raise ConfigError(f"--report makes one page, but the runs lie in {len(groups)} folders; name one of them.")
         if report is not None:
+            if report.suffix.lower() not in (".html", ".htm"):  # a record of a run, perhaps
+                raise ConfigError(f"--report is {shown(str(report))}; expected the name of a page, FILE.html.")
             with atomic.reporting(str(report), "Choose another --report."):
                 atomic.check_writable(report)
     failed = 0

@@ -243,7 +243,7 @@ def refuse_set_aside(path: Path) -> None:
 
 
 def _beside(real: Path) -> Path:
-    return real.with_name(f".{real.name}.replaced")
+    return real.parent / f".{real.name}.replaced"  # not `with_name`: the root has no name
 
 
 # --- what may become a run's folder ----------------------------------------------------------------------------------

@@ -157,10 +157,14 @@ class _Check:
             self.found.verified += 1
             return runfile.read(self.path)  # or an error: another version of fedprism has written it
         try:
-            data = runfile.packed(runfile.first(configuration.read(self.path / CONFIG)))
+            config = configuration.read(self.path / CONFIG)
+            whole = configuration.dump(config).encode() == atomic.read(self.path / CONFIG)
         except FedprismError:
-            self.add(file, _state_of(file), f"restore it from a copy: {CONFIG} cannot be read either")
+            whole = False
+        if not whole:  # what is cut off would be taken for settings left out
+            self.add(file, _state_of(file), f"restore it from a copy: {CONFIG} is not as it was written, either")
             return None
+        data = runfile.packed(runfile.first(config))
         remedy = f"it is written again from {CONFIG}; `fedprism resume` adds the rest"
         self.add(file, _state_of(file), remedy, lambda: self.replace(file, data))
         return None

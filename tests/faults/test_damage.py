@@ -421,3 +421,27 @@ def test_timings_that_are_nested_too_deeply_are_left_out(made: Callable[..., Pat
     (path / "timings.jsonl").write_text("[" * 100_000 + "]" * 100_000 + "\n")
     assert all(not entry.seconds for entry in read_run(path).rounds)
     assert fsck(path, "--repair")[0] == 0
+
+
+def test_a_configuration_that_was_cut_short_does_not_become_another_one(made: Callable[..., Path]) -> None:
+    """Each key that is missing at its end has a default."""
+    path = made(5)
+    lines = (path / "config.yaml").read_text().splitlines(keepends=True)
+    end = next(i for i, line in enumerate(lines) if line.startswith("run:"))
+    (path / "config.yaml").write_text("".join(lines[:end]))
+    (path / "run.json").unlink()
+    code, text = fsck(path, "--repair")
+    assert (code, "config.yaml is not as it was written, either" in text) == (1, True)
+    assert not (path / "run.json").exists()
+
+
+def test_a_page_does_not_replace_a_record(made: Callable[..., Path]) -> None:
+    path = made()
+    before = (path / "run.json").read_bytes()
+    assert call("show", path, "--report", path / "run.json").exit_code == 2
+    assert (path / "run.json").read_bytes() == before
+
+
+def test_the_root_is_no_run() -> None:
+    with pytest.raises(RecordError, match="is not a run directory"):
+        RunDirectory.open("/", write=True)
