@@ -139,15 +139,22 @@ class _Check:
     # --- what kind of file it is -------------------------------------------------------------------------------------
 
     def check_kinds(self) -> None:
-        """Links, and other things that are neither files nor folders, or one in place of the other."""
+        """Links, and other things that are neither files nor folders, or one in place of the other; and an error for
+        what may not be read."""
         folders = [self.path / name for name in folder.FOLDERS]
-        real = [place for place in folders if place.is_dir() and not place.is_symlink()]
+        real = []
+        for place in sorted(folders):  # each before those in it
+            if place.is_dir() and not place.is_symlink():
+                _check_readable(place)
+                real.append(place)
         inside = [each for place in real for each in place.iterdir() if each not in folders]
         for each in [*folders, *(self.path / name for name in folder.FILES), *inside]:
             wanted = stat.S_ISDIR if each in folders else stat.S_ISREG
             if each.is_symlink() or (each.exists() and not wanted(each.lstat().st_mode)):
                 kind = "is a link" if each.is_symlink() else "is no folder" if each in folders else "is no regular file"
                 self.add(each, kind, "it is moved aside; what it points to stays", partial(self.set_aside, each))
+            elif each.name != LOCK and each.exists():
+                _check_readable(each)
 
     # --- run.json and config.yaml ------------------------------------------------------------------------------------
 
@@ -315,6 +322,12 @@ def _free(path: Path, target: Path) -> bool:
     between = target.parents[: len(target.relative_to(path).parts) - 1]
     odd = any(each.is_symlink() or (each.exists() and not each.is_dir()) for each in between)
     return not odd and not os.path.lexists(target)
+
+
+def _check_readable(path: Path) -> None:
+    """An error where the permission to read is missing: nothing is known to be damaged, so nothing is moved aside."""
+    if not os.access(path, os.R_OK | os.X_OK if path.is_dir() else os.R_OK):
+        raise RecordError(f"{path} may not be read (Permission denied); check its permissions.")
 
 
 def _is_sealed(file: Path) -> bool:

@@ -445,3 +445,27 @@ def test_a_page_does_not_replace_a_record(made: Callable[..., Path]) -> None:
 def test_the_root_is_no_run() -> None:
     with pytest.raises(RecordError, match="is not a run directory"):
         RunDirectory.open("/", write=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["run.json", "config.yaml", "metrics.jsonl", "classes.json", "checkpoints", "checkpoints/files"]
+)
+def test_what_may_not_be_read_is_not_taken_for_damaged(
+    made: Callable[..., Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The superuser may read everything, so the system's answer is replaced."""
+    path = made(5)
+    before = sorted(path.rglob("*"))
+    monkeypatch.setattr(os, "access", lambda each, mode: Path(each) != path / name)
+    for options in ((), ("--repair",)):
+        code, text = fsck(path, *options)
+        assert (code, f"{path / name} may not be read" in text.replace("\n", "")) == (2, True)
+    assert sorted(path.rglob("*")) == before
+
+
+def test_a_run_that_lost_its_run_json_does_not_go_on_with_other_clients(made: Callable[..., Path]) -> None:
+    path = made(5)
+    (path / "run.json").unlink()
+    fsck(path, "--repair")
+    with quietly(), pytest.raises(RecordError, match="was begun with the clients north"):
+        fp.resume(path, federation=fp.make_federation("digits-skew", clients=3, samples=40))
