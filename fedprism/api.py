@@ -26,7 +26,7 @@ from fedprism.methods.mixed import check_mixed
 from fedprism.models import Arch
 from fedprism.planning import Cell, cells, directory_of, resolve
 from fedprism.predict import ClientModels
-from fedprism.records import Protocol, RunDirectory, RunRecord, read_run, run_status
+from fedprism.records import Protocol, RunDirectory, RunRecord, read_run, run_status, runfile
 from fedprism.records.folder import refuse_set_aside
 from fedprism.records.read import common_folder
 from fedprism.records.rundir import Settling
@@ -40,7 +40,7 @@ from fedprism.summary import write_comparison
 from fedprism.transforms import TRANSFORMS, make_transforms
 from fedprism.transforms.base import check_transforms, suffixes
 
-ENDED = ("finished", "diverged")  # nothing is left to run
+ENDED = runfile.ENDED
 
 # --- one run ---------------------------------------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ def _go_on(
     """The rounds that are left of a run that was begun."""
     config = directory.config
     federation = federation or build_federation(config.data, config.seed)
-    _check_clients(directory, federation)
+    _check_clients(directory.path, directory.clients, federation)
     return _run(config, federation, nullcontext(directory), callbacks, method, reset_damaged)
 
 
@@ -196,6 +196,7 @@ def _run(
     with opened as directory, numerics(config.run, device):
         lost: list[str] | None = [] if reset_damaged else None
         start = directory.latest(lost)
+        _check_clients(directory.path, () if start is None else tuple(start.clients), federation)
         recorder = directory.recorder(_about(method, config, info), reset=lost or ())
         loop.run([recorder, Settling(directory), *callbacks], start=start, folder=directory.states)
     return load(directory.path, method=made, federation=federation, trust=True)
@@ -215,15 +216,15 @@ def _created(path: Path, config: Config, overwrite: bool = False) -> Iterator[Ru
             raise
 
 
-def _check_clients(directory: RunDirectory, federation: Federation) -> None:
-    """Refuse to go on with other clients than the run was begun with."""
-    begun, given = directory.clients, federation.names
+def _check_clients(path: Path, begun: Sequence[str], federation: Federation) -> None:
+    """Refuse to go on with other clients than the run was begun with, by run.json or by its checkpoint."""
+    given = federation.names
     known, here = set(begun), set(given)
     odd = [f"{name!r} is new" for name in given if name not in known]
     odd += [f"{name!r} is gone" for name in begun if name not in here]
     if begun and odd:
         raise RecordError(
-            f"{directory.path} was begun with the clients {', '.join(begun)}, but now {', '.join(odd)}. Go on with the "
+            f"{path} was begun with the clients {', '.join(begun)}, but now {', '.join(odd)}. Go on with the "
             "same clients, or begin a new run."
         )
 

@@ -33,6 +33,11 @@ class Plugins(Registry[type[T]], Generic[T]):
     def find(self, name: str) -> type[T]:
         """The class behind a name: a built-in id, an entry point, `path/to/file.py:Class` or `package.module:Class`."""
         limits.check_text(name)
+        if name.startswith(SESSION):  # `executes` asks nobody about it
+            raise ConfigError(
+                f"the {self.kind} {shown(name.removeprefix(SESSION))} was written in a Python session, so it cannot be "
+                "found again; keep it in a file of its own."
+            )
         if name.endswith(".py") or ".py:" in name:
             return self._from_file(name)
         if ":" in name:

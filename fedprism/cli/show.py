@@ -14,7 +14,7 @@ from fedprism import atomic, index
 from fedprism.cli.app import LEARN, command
 from fedprism.cli.options import ProtocolOption, check_protocol
 from fedprism.cli.output import loading, print_message, print_table, print_text, stdout, user_errors
-from fedprism.errors import ConfigError, RecordError
+from fedprism.errors import ConfigError, RecordError, shown
 
 if TYPE_CHECKING:
     from fedprism.records import RunRecord
@@ -57,6 +57,8 @@ def show(
         if report is not None and len(groups) > 1:
             raise ConfigError(f"--report makes one page, but the runs lie in {len(groups)} folders; name one of them.")
         if report is not None:
+            if report.suffix.lower() not in (".html", ".htm"):  # a record of a run, perhaps
+                raise ConfigError(f"--report is {shown(str(report))}; expected the name of a page, FILE.html.")
             with atomic.reporting(str(report), "Choose another --report."):
                 atomic.check_writable(report)
     failed = 0
@@ -89,8 +91,8 @@ def show(
 
 def _find_runs(paths: Sequence[Path]) -> list[list[Path]]:
     """Run directories by table: those that are named together, those that are found by their folder."""
-    from fedprism.records import folder, runfile
-    from fedprism.records.metrics import METRICS
+    from fedprism.records import runfile
+    from fedprism.records.read import runs_below
 
     named = [path for path in paths if runfile.exists(path)]
     groups: dict[Path, list[Path]] = {}
@@ -99,14 +101,8 @@ def _find_runs(paths: Sequence[Path]) -> list[list[Path]]:
             continue
         if not path.is_dir():
             runfile.read(path)  # raises the error
-        found = {file.parent for file in path.rglob(runfile.NAME)}
-        # In a run is what `fsck` has replaced, and in a folder of that name what a new run is about to replace.
-        below = sorted(
-            each for each in found if found.isdisjoint(each.parents) and not each.match(folder.beside(Path("*")).name)
-        )
+        below = runs_below(path)
         if not below:
-            if (path / METRICS).is_file():
-                runfile.read(path)  # raises the error: a run without its run.json
             raise RecordError(f"there is no run in {path} or below it; `fedprism run` makes one.")
         for directory in below:
             groups.setdefault(directory.parent, []).append(directory)

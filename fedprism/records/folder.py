@@ -183,7 +183,7 @@ def set_aside(path: Path) -> Replaced | None:
         return None
     runfile.read(path)
     real = Path(os.path.realpath(path))
-    old = Replaced(real, beside(real), locked(real, path))
+    old = Replaced(real, _beside(real), locked(real, path))
     what = f"{old.place}, where the run in {path} is kept until it is replaced,"
     try:
         with atomic.reporting(what, "That run stays as it is; choose another --out."):
@@ -203,7 +203,7 @@ def recover(path: Path) -> None:
     """Finish what a killed process has begun: put the run that it had set aside back, or remove it if the new one is on
     disk."""
     real = Path(os.path.realpath(path))
-    place = beside(real)
+    place = _beside(real)
     if not os.path.isdir(place) or place.is_symlink():
         return
     with atomic.reporting(str(path), f"A run that was to be replaced lies in {place}; make room and try again."):
@@ -238,7 +238,7 @@ def _clear(place: Path, successor: Path) -> None:
 
 def refuse_set_aside(path: Path) -> None:
     """An error where there is no run to read because it has been set aside."""
-    place = beside(Path(os.path.realpath(path)))
+    place = _beside(Path(os.path.realpath(path)))
     if os.path.isdir(place) and runfile.exists(place) and not runfile.exists(path):
         raise RecordError(
             f"the run in {path} was set aside to be replaced, and lies in {place}. If no process is replacing it now, "
@@ -246,9 +246,8 @@ def refuse_set_aside(path: Path) -> None:
         )
 
 
-def beside(real: Path) -> Path:
-    """Where a run is kept that is about to be replaced."""
-    return real.with_name(f".{real.name}.replaced")
+def _beside(real: Path) -> Path:
+    return real.parent / f".{real.name}.replaced"  # not `with_name`: the root has no name
 
 
 # --- what may become a run's folder ----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -60,29 +61,42 @@ class Checkup:
 
 
 def fsck(path: Path) -> Checkup:
-    """Check a run directory. Nothing is changed, and no link is followed."""
+    """Check a run directory that nobody is writing. Nothing is changed, and no link is followed."""
+    _refuse_others(path)
+    lock = None
+    if (path / LOCK).is_file() and not (path / LOCK).is_symlink():
+        with suppress(OSError):  # may not be written: then the run is most likely not being written either
+            lock = locked(path)
+    try:
+        return _Check(path).all()
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _refuse_others(path: Path) -> None:
     if not path.is_dir():
         raise RecordError(f"{path} is no folder; expected a run directory.")
     if not any((path / name).exists() for name in (runfile.NAME, CONFIG, metrics.METRICS)):
         raise RecordError(f"{path} is no run directory: it has neither {runfile.NAME} nor {metrics.METRICS}.")
-    return _Check(path).all()
 
 
 def repair(path: Path) -> tuple[Checkup, list[Finding]]:
     """Do what can be done, and check again. Returns what is left, and what was repaired."""
+    _refuse_others(path)
     done: list[Finding] = []
     with atomic.reporting(str(path), "What was replaced so far lies in its folders replaced-...; make room there."):
         if (path / LOCK).is_symlink():
             _set_aside(path, path / LOCK)
         lock = locked(path)
         try:
-            found = fsck(path)
+            found = _Check(path).all()
             for _ in range(_PASSES):
                 repairable = [finding for finding in found.findings if finding.repair is not None]
                 for finding in repairable:
                     finding.repair()  # type: ignore[misc]
                 done += repairable
-                found = fsck(path) if repairable else found
+                found = _Check(path).all() if repairable else found
         finally:
             lock.release()
     return found, done
@@ -105,9 +119,9 @@ class _Check:
         info = self.check_run_file()
         if info is not None:
             self.check_config(runfile.recorded_config(self.path, info))
-        readable = self.check_checkpoints(info)
+        self.check_checkpoints(info or {})
         self.check_rounds(info)
-        self.check_whether_it_goes_on(readable)
+        self.check_end(info or {})
         self.check_timings()
         self.check_classes()
         return self.found
@@ -169,10 +183,14 @@ class _Check:
             self.found.verified += 1
             return runfile.read(self.path)  # or an error: another version of fedprism has written it
         try:
-            data = runfile.packed(runfile.first(configuration.read(self.path / CONFIG)))
+            config = configuration.read(self.path / CONFIG)
+            whole = configuration.dump(config).encode() == atomic.read(self.path / CONFIG)
         except FedprismError:
-            self.add(file, _state_of(file), f"restore it from a copy: {CONFIG} cannot be read either")
+            whole = False
+        if not whole:  # what is cut off would be taken for settings left out
+            self.add(file, _state_of(file), f"restore it from a copy: {CONFIG} is not as it was written, either")
             return None
+        data = runfile.packed(runfile.first(config))
         remedy = f"it is written again from {CONFIG}; `fedprism resume` adds the rest"
         self.add(file, _state_of(file), remedy, lambda: self.replace(file, data))
         return None
@@ -189,8 +207,7 @@ class _Check:
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
-    def check_checkpoints(self, info: dict[str, Any] | None) -> bool:
-        """Whether the manifest of any checkpoint can be read."""
+    def check_checkpoints(self, info: dict[str, Any]) -> None:
         manifests: dict[int, Manifest] = {}
         for round in manifest_rounds(self.checkpoints):
             file = manifest_path(self.checkpoints, round)
@@ -207,14 +224,14 @@ class _Check:
                 named.setdefault(checksum, []).append(round)
         lost = [name for name, rounds in sorted(named.items()) if not self.check_state(name, shared=len(rounds) > 1)]
         self.found.whole = [round for round, manifest in manifests.items() if manifest.files.isdisjoint(lost)]
-        if 0 < len(manifests) == len(manifest_rounds(self.checkpoints)) and info and info["status"] != "running":
+        if len(manifests) == len(manifest_rounds(self.checkpoints)) > 0 and info.get("status", "running") != "running":
             self.check_unnamed(named)
+        ended = info.get("status") in runfile.ENDED
         known = any(manifest.server not in lost for manifest in manifests.values())
         for checksum in lost:
             file = self.checkpoints / "files" / f"{checksum}.safetensors"
             owners = [c for r in named[checksum] for c, name in manifests[r].clients.items() if name == checksum]
-            self.add(file, _state_of(file), self.without(owners, named[checksum], known))
-        return bool(manifests)
+            self.add(file, _state_of(file), self.without(owners, named[checksum], known, ended))
 
     def check_unnamed(self, named: Collection[str]) -> None:
         """A run that has stopped in good order leaves no file that no manifest names."""
@@ -234,14 +251,17 @@ class _Check:
                 self.add(bad, _state_of(bad), remedy, partial(self.replace_by, bad, good))
         return any(sound)
 
-    def without(self, owners: list[str], rounds: list[int], known: bool) -> str:
+    def without(self, owners: list[str], rounds: list[int], known: bool, ended: bool) -> str:
         """What can be done without the state of these clients (none: of the server). Clients can begin anew where the
-        server's state of any round is `known`."""
+        server's state of any round is `known` and the run has not `ended`."""
         whose = f"the state of {some(dict.fromkeys(owners))}" if owners else "the server's state"
         text = f"it is {whose} ({_rounds(rounds)}): restore it from a copy"
         if self.found.whole:
-            return f"{text}, or resume, which uses a whole checkpoint ({_rounds(self.found.whole)})"
-        return f"{text}, or go on without: `fedprism resume {self.path} --reset-damaged`" if owners and known else text
+            way = "whole checkpoints" if ended else "or resume, which uses a whole checkpoint"
+            return f"{text}, {way} ({_rounds(self.found.whole)})"
+        if ended or not known:
+            return f"{text}; all else of these can be had" if owners else text
+        return f"{text}, or go on without: `fedprism resume {self.path} --reset-damaged`" if owners else text
 
     # --- rounds ------------------------------------------------------------------------------------------------------
 
@@ -259,10 +279,7 @@ class _Check:
         ends = f"ends at round {last}" if entries else "has no round"
         problem = f"is damaged at line {last + 2}" if damage else f"{ends}, but the run has got to round {reached}"
         usable = [round for round in self.found.whole if round <= last]
-        again = f"the rounds after {usable[-1]}" if usable else "all rounds"
-        remedy = (
-            f"restore it from a copy; or --repair it, and `fedprism resume` computes {again} again, to the same bits"
-        )
+        remedy = f"restore it from a copy; or --repair it, and {_again(usable)}, to the same bits"
 
         def keep_what_is_whole() -> None:
             if usable:
@@ -275,19 +292,30 @@ class _Check:
             for each in gone:
                 self.set_aside(each)
             if info is not None:
-                self.replace(self.path / runfile.NAME, runfile.packed({**info, "status": "interrupted", "done": None}))
+                self.reopen(info)
 
         self.add(file, problem, remedy, keep_what_is_whole)
 
-    def check_whether_it_goes_on(self, readable: bool) -> None:
-        """A run that has recorded a round of training has written a checkpoint before."""
-        if self.found.rounds > 1 and not readable:
-            self.add(
-                self.checkpoints,
-                "holds no checkpoint" if self.checkpoints.is_dir() else "is missing",
-                "restore it from a copy. Without one there are tables, but no models, and the run cannot go on; "
-                f"`fedprism run {self.path / CONFIG} --out ELSEWHERE` begins it anew",
-            )
+    def check_end(self, info: dict[str, Any]) -> None:
+        """A run has the checkpoint that it ended with, and one that has not ended has one from round 1 on."""
+        done, rounds = info.get("done"), manifest_rounds(self.checkpoints)
+        if done in self.found.whole or (done is None and (rounds or self.found.rounds < 2)):
+            return
+        file = self.checkpoints if done is None else manifest_path(self.checkpoints, done)
+        usable = [round for round in self.found.whole if round < self.found.rounds]
+        if done not in rounds and not usable:
+            problem = "is missing" if done is not None or not file.exists() else "holds no checkpoint"
+            anew = f"`fedprism run {self.path / CONFIG} --out ELSEWHERE` begins it anew"
+            left = "what it has recorded can be read, but the run cannot go on"
+            self.add(file, problem, f"restore it from a copy. Without one, {left}; {anew}")
+        elif usable and (done not in rounds or info["status"] in runfile.ENDED):
+            problem = "is missing" if done not in rounds else "names the last checkpoint, which is not whole"
+            remedy = f"restore it from a copy; or --repair it, and {_again(usable)}, to the same bits"
+            self.add(file, problem, remedy, partial(self.reopen, info))
+
+    def reopen(self, info: dict[str, Any]) -> None:
+        """Let a run that has ended go on from its newest checkpoint."""
+        self.replace(self.path / runfile.NAME, runfile.packed({**info, "status": "interrupted", "done": None}))
 
     def check_timings(self) -> None:
         file = self.path / metrics.TIMINGS
@@ -319,10 +347,17 @@ def _set_aside(path: Path, file: Path) -> None:
     if not (file.exists() or file.is_symlink()):
         return
     number = 1
-    while (target := path / f"replaced-{number}" / file.relative_to(path)).exists() or target.is_symlink():
+    while not _free(path, target := path / f"replaced-{number}" / file.relative_to(path)):
         number += 1
     target.parent.mkdir(parents=True, exist_ok=True)
     file.rename(target)
+
+
+def _free(path: Path, target: Path) -> bool:
+    """Whether a file can be moved here: nothing is there, and between it and the run directory are folders alone."""
+    between = target.parents[: len(target.relative_to(path).parts) - 1]
+    odd = any(each.is_symlink() or (each.exists() and not each.is_dir()) for each in between)
+    return not odd and not os.path.lexists(target)
 
 
 def _is_sealed(file: Path) -> bool:
@@ -340,3 +375,8 @@ def _state_of(file: Path) -> str:
 
 def _rounds(rounds: list[int]) -> str:
     return f"{'round' if len(rounds) == 1 else 'rounds'} {', '.join(map(str, sorted(rounds)))}"
+
+
+def _again(usable: list[int]) -> str:
+    """What resuming does from the newest of these checkpoints."""
+    return f"`fedprism resume` computes {f'the rounds after {usable[-1]}' if usable else 'all rounds'} again"

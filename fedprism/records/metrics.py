@@ -173,7 +173,7 @@ def timing_of(line: bytes) -> dict[str, Any] | None:
     """The round on a complete line of `timings.jsonl`; None for anything else."""
     try:
         entry = json.loads(line) if line.endswith(b"\n") else None
-    except ValueError:
+    except (ValueError, RecursionError):  # no JSON, or nested too deeply
         return None
     return entry if isinstance(entry, dict) and isinstance(entry.get("round"), int) else None
 

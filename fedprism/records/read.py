@@ -53,6 +53,21 @@ def run_status(path: str | Path) -> str | None:
     return str(runfile.read(Path(path))["status"]) if runfile.exists(Path(path)) else None
 
 
+def runs_below(folder: Path) -> list[Path]:
+    """The run directories in a folder, at any depth, but not what a repair or a replacement has set aside.
+
+    One that has lost its `run.json` is among them: reading it says so.
+    """
+    found = []
+    for place, folders, files in os.walk(folder):
+        is_run = not {runfile.NAME, metrics.METRICS}.isdisjoint(files)
+        if is_run:
+            found.append(Path(place))
+        aside = "replaced-" if is_run else "."
+        folders[:] = [name for name in folders if not name.startswith(aside)]
+    return sorted(found)
+
+
 def common_folder(paths: Iterable[Path]) -> Path:
     """The folder that all of these run directories lie in.
 

@@ -23,6 +23,7 @@ from fedprism.round.events import Plan
 
 FORMAT = 2
 NAME = "run.json"
+ENDED = ("finished", "diverged")  # statuses of runs with nothing left to run
 _LISTED = 20  # differences that an error message lists
 
 

@@ -19,6 +19,7 @@ import fedprism as fp
 from fedprism.cli import app
 from fedprism.errors import FedprismError, RecordError
 from fedprism.records import RecordWarning, RoundRecord, RunDirectory, outcome, read_run
+from fedprism.records.fsck import fsck as check
 from fedprism.round.events import Snapshot
 from tests.toy_records import (
     CLIENTS,
@@ -386,12 +387,12 @@ def test_fsck_misses_checkpoints_and_says_what_is_left_without(made: Callable[..
         for round in checkpoints(path):
             damage(path / "checkpoints" / f"manifest-{round:06d}.json", flip)
         code, text = fsck(path)
-        assert (code, "there is none before it" in text, "checkpoints holds no checkpoint" in text) == (1, True, True)
+        assert (code, "there is none before it" in text) == (1, True)
         assert f"the checkpoint of round {last}" not in text
-        assert fsck(path, "--repair")[0] == 1
-        shutil.rmtree(path / "checkpoints")
-        code, text = fsck(path)
-        assert (code, "checkpoints is missing: restore it from a copy" in text) == (1, True)
+        for _ in range(2):
+            code, text = fsck(path, "--repair")
+            assert (code, "the run cannot go on" in text) == (1, True)
+            shutil.rmtree(path / "checkpoints", ignore_errors=True)
         assert call("show", path).exit_code == 0
 
 
@@ -462,3 +463,113 @@ def test_what_may_not_be_read_is_not_taken_for_damaged(made: Callable[..., Path]
         there.chmod(mode)
     assert fsck(path)[0] == 0
     assert not list(path.glob("replaced-*"))
+
+
+@pytest.mark.parametrize("until", [None, 5])
+def test_fsck_misses_checkpoints_that_are_gone(made: Callable[..., Path], until: int | None) -> None:
+    path = made(until)
+    newest_manifest(path).unlink()
+    code, text = fsck(path)
+    assert (code, "is missing" in text, "--repair" in text) == (1, True, True)
+    assert fsck(path, "--repair")[0] == 0
+    assert read_run(path).status == "interrupted"
+    toy_run(path)
+    assert results(path) == results(made())
+    shutil.rmtree(path / "checkpoints")
+    code, text = fsck(path, "--repair")
+    assert (code, "what it has recorded can be read" in text) == (1, True)
+
+
+def test_a_state_of_the_last_checkpoint_that_is_lost_can_be_computed_again(made: Callable[..., Path]) -> None:
+    """Also of a run that has finished, which `resume` alone would leave alone."""
+    path = made()
+    newest_file(path).unlink()
+    assert "--repair" in fsck(path)[1]
+    assert fsck(path, "--repair")[0] == 1
+    with quietly():
+        toy_run(path)
+    assert fsck(path)[0] == 0
+    assert results(path) == results(made())
+
+
+def test_nothing_is_moved_through_a_link_by_a_repair(tmp_path: Path, made: Callable[..., Path]) -> None:
+    """Neither through one that came with the run, nor through one that an earlier repair has moved aside."""
+    precious, path = outside(tmp_path), made()
+    before = sorted(precious.iterdir())
+    (path / "replaced-1").symlink_to(precious)
+    (path / "replaced-2").write_text("mine")
+    newest_manifest(path).rename(tmp_path / "manifest-000007.json")
+    (path / "checkpoints").rename(tmp_path / "elsewhere")
+    (path / "checkpoints").symlink_to(precious)
+    fsck(path, "--repair")
+    shutil.copytree(tmp_path / "elsewhere", path / "checkpoints")
+    for hurt in (path / "classes.json", newest_manifest(path)):
+        damage(hurt, flip)
+    assert fsck(path, "--repair")[0] == 0
+    assert sorted(precious.iterdir()) == before
+    assert (path / "replaced-3" / "checkpoints").is_symlink()
+    assert (path / "replaced-4" / "checkpoints").is_dir()
+    assert (path / "replaced-2").read_text() == "mine"
+
+
+def test_a_run_that_is_being_written_is_not_taken_for_damaged(made: Callable[..., Path]) -> None:
+    path = made(5)
+    with RunDirectory.open(path, write=True):
+        newest_manifest(path).unlink()  # as when it is pruned in between
+        with pytest.raises(RecordError, match="being written"):
+            check(path)
+    assert check(path).findings
+
+
+def test_what_a_repair_has_replaced_is_no_run(tmp_path: Path, made: Callable[..., Path]) -> None:
+    path = made()
+    damage(path / "run.json", flip)
+    fsck(path, "--repair")
+    assert (path / "replaced-1" / "run.json").exists()
+    assert call("show", path.parent).exit_code == 0
+
+
+def test_a_run_without_run_json_is_not_left_out(made: Callable[..., Path]) -> None:
+    path = made()
+    (path / "run.json").unlink()
+    shown = call("show", path.parent)
+    assert (shown.exit_code, "run.json is missing" in shown.output, "fedprism fsck" in shown.output) == (2, True, True)
+
+
+def test_timings_that_are_nested_too_deeply_are_left_out(made: Callable[..., Path]) -> None:
+    path = made()
+    (path / "timings.jsonl").write_text("[" * 100_000 + "]" * 100_000 + "\n")
+    assert all(not entry.seconds for entry in read_run(path).rounds)
+    assert fsck(path, "--repair")[0] == 0
+
+
+def test_a_configuration_that_was_cut_short_does_not_become_another_one(made: Callable[..., Path]) -> None:
+    """Each key that is missing at its end has a default."""
+    path = made(5)
+    lines = (path / "config.yaml").read_text().splitlines(keepends=True)
+    end = next(i for i, line in enumerate(lines) if line.startswith("run:"))
+    (path / "config.yaml").write_text("".join(lines[:end]))
+    (path / "run.json").unlink()
+    code, text = fsck(path, "--repair")
+    assert (code, "config.yaml is not as it was written, either" in text) == (1, True)
+    assert not (path / "run.json").exists()
+
+
+def test_a_page_does_not_replace_a_record(made: Callable[..., Path]) -> None:
+    path = made()
+    before = (path / "run.json").read_bytes()
+    assert call("show", path, "--report", path / "run.json").exit_code == 2
+    assert (path / "run.json").read_bytes() == before
+
+
+def test_the_root_is_no_run() -> None:
+    with pytest.raises(RecordError, match="is not a run directory"):
+        RunDirectory.open("/", write=True)
+
+
+def test_a_run_that_lost_its_run_json_does_not_go_on_with_other_clients(made: Callable[..., Path]) -> None:
+    path = made(5)
+    (path / "run.json").unlink()
+    fsck(path, "--repair")
+    with quietly(), pytest.raises(RecordError, match="was begun with the clients north"):
+        fp.resume(path, federation=fp.make_federation("digits-skew", clients=3, samples=40))

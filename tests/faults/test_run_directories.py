@@ -551,6 +551,26 @@ def test_modules_are_asked_for_like_files(found: Path, key: str, monkeypatch: py
         assert "found_own" not in sys.modules
 
 
+@pytest.mark.parametrize("key", ["transforms", "server.aggregator"])
+def test_what_was_written_in_a_session_is_not_looked_for_in_a_module(
+    found: Path, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is asked about `session:Own`, so it may not execute a `session.py` or a file in a folder `session:`."""
+    theirs = found.parent / "theirs"
+    monkeypatch.chdir(theirs)
+    monkeypatch.syspath_prepend(theirs)
+    (theirs / "session:").mkdir()
+    for copy in (theirs / "session.py", theirs / "session:" / "own.py"):
+        shutil.copy(theirs / "found_own.py", copy)
+    name(found, "method", "fedavg")
+    for given in ("session:Own", "session:/own.py:Own"):
+        name(found, key, given)
+        with pytest.raises(fp.FedprismError, match="written in a Python session"):
+            fp.resume(found)
+    assert not executed(found)
+    assert not (theirs / "session:" / "executed").exists()
+
+
 # --- signals ---------------------------------------------------------------------------------------------------------
 
 
