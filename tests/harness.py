@@ -44,6 +44,7 @@ from fedprism.methods.server_optimizer import method_part
 from fedprism.methods.states import copy_of
 from fedprism.models.base import Block, Family
 from fedprism.records import RunDirectory, RunRecord
+from fedprism.records.metrics import read_rounds
 from fedprism.round.client import Job, adapt, arrive, client_round, make_context, make_info, open_slot
 from fedprism.round.client import train as run_passes
 from fedprism.round.engine import Engine, Failure, Request, Result
@@ -565,8 +566,8 @@ def fingerprint(run: Any, rename: Callable[[str], str] = lambda leaf: leaf) -> s
     """
     path = Path(getattr(run, "path", run))
     digest = hashlib.sha256()
-    for line in (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        digest.update(json.dumps(json.loads(line), sort_keys=True).encode())
+    for entry in read_rounds(path / "metrics.jsonl"):
+        digest.update(json.dumps(entry, sort_keys=True).encode())
     with RunDirectory.open(path) as directory:
         snapshot, config = directory.latest(), directory.config
     assert snapshot is not None, f"{path} has no checkpoint"

@@ -20,6 +20,7 @@ from PIL import Image
 from fedprism.config import DataConfig
 from fedprism.data import Dataset, load
 from fedprism.errors import DataError
+from tests.faults.injection import as_any_user
 
 BATCHES = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
 EACH = 3  # images a batch of CIFAR-10
@@ -217,11 +218,10 @@ def test_a_damaged_binary_release_is_refused_by_name(
     assert not list((tmp_path / "cache" / "arrays").glob("[!.]*"))
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="nothing is forbidden to this user")
 def test_files_that_may_not_be_read_are_named(tmp_path: Path) -> None:
     path = write_binary(tmp_path) / "data_batch_2.bin"
     path.chmod(0)
-    with pytest.raises(DataError, match=r"data_batch_2\.bin: it cannot be read: Permission denied\.$"):
+    with as_any_user(), pytest.raises(DataError, match=r"data_batch_2\.bin: it cannot be read: Permission denied\.$"):
         read(tmp_path)
 
 

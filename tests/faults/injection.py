@@ -13,11 +13,13 @@ import resource
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from fedprism import config as configuration
@@ -226,6 +228,25 @@ def limit_memory(scene: Scene, point: str) -> None:
     used = int(status.partition("VmData:")[2].split()[0]) * 1024
     most = used + 2**20 * int(point.split()[0])
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
+# --- permissions -----------------------------------------------------------------------------------------------------
+
+_ALL_RIGHTS = ctypes.c_uint32 * 6  # effective, permitted and inheritable capabilities, twice 32 of them
+
+
+@contextmanager
+def as_any_user() -> Iterator[None]:
+    """Within: root may not read what its permissions forbid, like everybody else."""
+    if not hasattr(os, "geteuid") or (os.geteuid() == 0 and sys.platform != "linux"):
+        pytest.skip("nothing is forbidden to this user")
+    libc, version, rights = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(0x20080522, 0), _ALL_RIGHTS()
+    libc.capget(version, rights)
+    libc.capset(version, _ALL_RIGHTS(0, *rights[1:3], 0, *rights[4:]))
+    try:
+        yield
+    finally:
+        libc.capset(version, rights)
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from fedprism.methods.base import Method
 from fedprism.records import RecordWarning, run_status
 from fedprism.records.sealed import seal, unseal
 from fedprism.round.events import RoundRecord, Snapshot
+from tests.faults.injection import as_any_user
 
 SMALL = ["run.device=cpu", "run.checkpoint_every=2", "run.engine=inprocess"]
 ROUNDS = 3
@@ -683,11 +684,10 @@ def test_a_folder_of_checkpoints_that_cannot_be_read_is_not_taken_for_lost(two: 
         fp.resume(path)
     (path / "checkpoints").unlink()
     (tmp_path / "kept").rename(path / "checkpoints")
-    if os.geteuid():  # root may read everything
-        (path / "checkpoints").chmod(0)
-        with pytest.raises(fp.RecordError, match=r"checkpoints cannot be read: Permission denied"):
-            fp.resume(path)
-        (path / "checkpoints").chmod(0o755)
+    (path / "checkpoints").chmod(0)
+    with as_any_user(), pytest.raises(fp.RecordError, match=r"checkpoints cannot be read: Permission denied"):
+        fp.resume(path)
+    (path / "checkpoints").chmod(0o755)
     fp.resume(path)
 
 
