@@ -295,6 +295,8 @@ def _as_split(what: str, pair: Any) -> Split:
     """Convert (x, y), as NumPy arrays, tensors or lists, to a checked `Split`."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise DataError(f"{what}: expected a pair (x, y) of images and labels, not {type(pair).__name__}.")
+    if any(np.ma.is_masked(each) or (isinstance(each, Tensor) and each.layout != torch.strided) for each in pair):
+        raise DataError(f"{what}: images and labels must be dense arrays without masked values.")
     try:
         x, y = (
             torch.as_tensor(np.require(a, requirements=("C", "W")) if isinstance(a, np.ndarray) else a).cpu()
@@ -319,6 +321,8 @@ def _as_split(what: str, pair: Any) -> Split:
             f"{what}: images are {tuple(x.shape)} and labels {tuple(y.shape)}; "
             "expected [n, channels, height, width] and [n]."
         )
+    if 0 in x.shape[1:]:
+        raise DataError(f"{what}: images are {tuple(x.shape)}: there is nothing in them.")
     return Split(x, y.to(torch.int64))
 
 

@@ -500,9 +500,7 @@ class _Trial:
         if LOST_COUNTS in self.said[-1]:
             left_out.add("study/classes.json")
         new = {name for name in after if name not in self.reference.tree and "/checkpoints/" in name}
-        if any(
-            "/manifest-" in name for name in new
-        ):  # a run that stops in good order makes a checkpoint, and keeps two
+        if any("/manifest-" in name for name in new):  # it had stopped in good order, with one more checkpoint
             left_out |= new
         stays = re.findall(r"warning: (\S+) could not be removed", self.said[-1])
         left_out |= {name for name in after if below(name, stays)}

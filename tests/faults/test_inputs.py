@@ -115,6 +115,24 @@ def test_a_folder_that_may_not_be_read_is_refused_by_name(tmp_path: Path) -> Non
         (root / "south" / "cat").chmod(0o700)
 
 
+IMAGES, LABELS = np.zeros((4, 1, 6, 6), np.uint8), np.arange(4) % 2
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "words"),
+    [
+        (np.ma.masked_equal(IMAGES, 0), LABELS, "without masked values"),
+        (torch.from_numpy(IMAGES).to_sparse(), LABELS, "must be dense"),
+        (IMAGES, torch.from_numpy(LABELS).to_sparse(), "must be dense"),
+        (IMAGES[:, :0], LABELS, "there is nothing in them"),
+    ],
+    ids=["masked", "sparse images", "sparse labels", "no channels"],
+)
+def test_arrays_that_are_none(x: Any, y: Any, words: str) -> None:
+    with pytest.raises(DataError, match=f"client 'a': images.*{words}"):
+        Federation.from_arrays({"a": (x, y)})
+
+
 # --- what is no regular file -----------------------------------------------------------------------------------------
 
 
