@@ -160,8 +160,8 @@ def _forget_the_last_round() -> None:
 SABOTAGE: dict[str, tuple[Callable[[], None], str]] = {
     "it changes what lies beside it": (_harm(lambda: Path("../beside/theirs.txt").write_bytes(b"")), "beside"),
     "it deletes a user's file": (_harm(Path("notes.txt").unlink), "a user's files"),
-    "it leaves a process": (_harm(lambda: subprocess.Popen(["sleep", "60"])), "a process of it went on"),
     "it leaves a temporary file": (_harm(tempfile.mkstemp), "temporary folder"),
+    "it leaves a process": (_harm(lambda: subprocess.Popen(["sleep", "60"])), "a process of it went on"),
     "it ends with a traceback": (lambda: {}["nothing"], "Traceback"),
     "it says nothing": (lambda: sys.exit(2), "without a word"),
     "it aborts": (os.abort, "SIGABRT"),

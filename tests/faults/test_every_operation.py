@@ -97,7 +97,9 @@ def test_without_a_fault_it_does_the_same_again(driver: Driver, operation: str) 
     assert not verdict.broken, told(case, verdict)
 
 
-@pytest.mark.parametrize("operation", SABOTAGE)
+@pytest.mark.parametrize(
+    "operation", [pytest.param(name, marks=pytest.mark.slow if i % 2 else ()) for i, name in enumerate(SABOTAGE)]
+)
 def test_what_breaks_a_promise_is_noticed(driver: Driver, operation: str) -> None:
     verdict = driver.run(Case(operation, "none"))
     assert verdict.outcome == BROKEN

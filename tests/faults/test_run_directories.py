@@ -576,7 +576,7 @@ def test_what_was_written_in_a_session_is_not_looked_for_in_a_module(
 
 
 @pytest.mark.parametrize("points", [3, pytest.param(0, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_at_any_moment_is_recorded(
     two: fp.Federation, straight: Path, tmp_path: Path, points: int, number: signal.Signals
 ) -> None:

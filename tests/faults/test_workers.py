@@ -125,7 +125,7 @@ except fp.FedprismError as error:
 
 
 @linux
-@pytest.mark.full
+@pytest.mark.slow
 def test_plain_training_needs_no_temporary_folder(tmp_path: Path) -> None:
     """PyTorch's optimisers import its compiler, which makes a folder for what it compiles."""
     places = [each for each in ("/tmp", "/var/tmp", "/usr/tmp") if Path(each).is_dir()]
@@ -179,7 +179,7 @@ class Hungry(fp.FedAvg):
 ASKED = {"torch": ", where 1,125,899,907 MB were asked for at once", "numpy": ", where 1.00 PiB were asked for at once"}
 
 
-@pytest.mark.parametrize("how", ["torch", "numpy", "python", "map"])
+@pytest.mark.parametrize("how", ["torch", pytest.param("numpy", marks=pytest.mark.slow), "python", "map"])
 def test_a_client_without_memory(how: str, tiny: Federation, spare: Pool) -> None:
     """In this process and in a worker: which client, how much, and what to do."""
     method, config = Hungry(how=how), structure({"train": {"rounds": 1}}, Config)
@@ -381,15 +381,16 @@ fp.train(federation, "fedbn", rounds=10**6, out=OUT, settings=settings, callback
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"),
     [
-        pytest.param(signal.SIGINT, -signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, 128 + signal.SIGTERM, marks=pytest.mark.full),
-        pytest.param(signal.SIGHUP, 128 + signal.SIGHUP, marks=pytest.mark.slow),
+        (signal.SIGINT, -signal.SIGINT),
+        (signal.SIGTERM, 128 + signal.SIGTERM),
+        (signal.SIGHUP, 128 + signal.SIGHUP),
     ],
 )
-@pytest.mark.parametrize("out", ["a temporary folder", pytest.param("a run directory", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("out", ["a temporary folder", "a run directory"])
 def test_a_signal_ends_a_run_whose_workers_are_stopped(number: int, code: int, out: str, tmp_path: Path) -> None:
     """No process and no temporary file is left; a run directory says that it was interrupted."""
     program = STOPPED.replace("OUT", "False" if out == "a temporary folder" else repr(str(tmp_path / "run")))
