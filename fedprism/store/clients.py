@@ -1,8 +1,8 @@
 """What clients keep between rounds: in memory, or in one file per client, so that memory does not grow with clients.
 
-On disk a state is a safetensors file that is never changed. A new state is a new file, and the old one is deleted when
-neither the run nor a snapshot refers to it any more, just as a tensor is. Reading a file maps it into memory: its
-tensors are read when they are used. A client that stores nothing needs no file.
+On disk a state is a safetensors file that is never changed. A new state is a new file, and the old one is deleted once
+neither the run nor a snapshot refers to it any more: at once, or before the next stage of a round. Reading a file maps
+it into memory: its tensors are read when they are used. A client that stores nothing needs no file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import shutil
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,7 +141,7 @@ class DiskStore(Files, ClientStore):
         self._folder: Path | None = None
         self._temporary: weakref.finalize[..., object] | None = None
         self._identity: tuple[int, int] | None = None  # of the folder
-        self._there: set[Path] = set()
+        self._own: dict[Path, weakref.ref[File]] = {}
         self._written = 0
 
     def open(self, folder: Path | None) -> None:
@@ -199,8 +199,11 @@ class DiskStore(Files, ClientStore):
                 f"the state of {client_id!r} in {path} could not be written: {error.strerror or error}. {room}."
             ) from error
         file = self.files[client_id] = File(path, checksum)
-        self._there.add(path)
-        weakref.finalize(file, _remove, path, self._there).atexit = False
+        self._own[path] = weakref.ref(file)
+        if old is not None:
+            replaced = old.path
+            del old
+            self._remove_unused([replaced])
 
     def restore(self, states: Mapping[str, State | None]) -> None:
         """Go on from a snapshot's states; where these are files, none is read."""
@@ -218,13 +221,14 @@ class DiskStore(Files, ClientStore):
 
     def parts(self, clients: Sequence[str]) -> Iterator[Sequence[str]]:
         """Clients whose states may be in memory together, so that memory stays bounded."""
+        self._remove_unused(list(self._own))
         for start in range(0, max(1, len(clients)), self._at_once):
             yield clients[start : start + self._at_once]
             _give_back()
 
     def close(self) -> None:
         """Remove the folder and all that is in it."""
-        self._there.clear()  # from here on a file of the same name is another run's
+        self._own.clear()  # from here on a file of the same name is another run's
         if self._temporary is not None:
             self._temporary()
         elif self._folder is not None and self._is_own():
@@ -233,6 +237,18 @@ class DiskStore(Files, ClientStore):
                 message = f"{self._folder} could not be removed; nothing needs it any more, so remove it yourself."
                 warnings.warn(message, stacklevel=2)
         self._folder = self._temporary = None
+
+    def _remove_unused(self, paths: Iterable[Path]) -> None:
+        """Delete those of these files that nothing names any more.
+
+        A callback of `weakref` would do it at once, but Python drops what is raised in one: Ctrl-C would be lost there.
+        """
+        for path in paths:
+            file = self._own.get(path)
+            if file is not None and file() is None:
+                with suppress(OSError):  # where a file that is mapped cannot go, it goes with its folder
+                    path.unlink()
+                del self._own[path]
 
     def _is_own(self) -> bool:
         """Whether the folder is there, and not another one in its place."""
@@ -264,11 +280,3 @@ def _identity(folder: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_dev, found.st_ino
-
-
-def _remove(path: Path, there: set[Path]) -> None:
-    """A file that nothing names any more."""
-    if path in there:
-        there.discard(path)
-        with suppress(OSError):  # where a file that is mapped cannot go, it goes with its folder
-            path.unlink()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import fedprism as fp
@@ -25,6 +26,7 @@ from fedprism.methods.base import Method
 from fedprism.records import RecordWarning, run_status
 from fedprism.records.sealed import seal, unseal
 from fedprism.round.events import RoundRecord, Snapshot
+from fedprism.store.clients import DiskStore
 from tests.faults.injection import as_any_user
 
 SMALL = ["run.device=cpu", "run.checkpoint_every=2", "run.engine=inprocess"]
@@ -617,6 +619,24 @@ def test_a_signal_at_any_moment_is_recorded(
             fp.resume(path)
             assert results(path) == results(straight), f"at operation {moment} of {total}"
     assert "interrupted" in reached
+
+
+def test_an_interruption_is_heard_while_a_state_is_deleted(tmp_path: Path) -> None:
+    """Python drops what is raised when an object is taken apart, so nothing may be deleted then."""
+
+    def interrupt(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "os.remove" and str(arguments[0]).endswith(".safetensors"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def work() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        states = DiskStore(("north",), lambda state: state, at_once=1)
+        states.open(tmp_path / "states")
+        states["north"] = {"w": torch.zeros(2)}
+        sys.addaudithook(interrupt)
+        states["north"] = {"w": torch.ones(2)}
+
+    assert in_child(work) == 130
 
 
 # --- what messages advise --------------------------------------------------------------------------------------------
