@@ -386,14 +386,17 @@ def test_rounds_are_not_thrown_away_by_a_plan_that_starts_elsewhere(tmp_path: Pa
         reader.recorder()
 
 
-def test_damaged_counts_per_class_are_left_out_with_a_warning(tmp_path: Path) -> None:
+def test_damaged_or_missing_counts_per_class_are_left_out_with_a_warning(tmp_path: Path) -> None:
     path = toy_run(tmp_path / "run", until=4)
     for wrong in ("{", "[]", '{"best": {}}'):
         (path / "classes.json").write_text(wrong)
         with pytest.warns(RecordWarning, match=r"classes.json is damaged: going on without counts per class"):
             assert read_run(path).classes == {}
     (path / "classes.json").unlink()
-    assert read_run(path).classes == {}
+    with pytest.warns(RecordWarning, match=r"classes.json is missing: going on without counts per class"):
+        assert read_run(path).classes == {}
+    with pytest.warns(RecordWarning, match=r"classes.json is missing: going on without counts per class"):
+        toy_run(path)
 
 
 def test_a_checkpoint_that_may_not_be_read_is_not_taken_for_damaged(tmp_path: Path) -> None:

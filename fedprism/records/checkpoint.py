@@ -26,6 +26,7 @@ from fedprism.methods.base import State
 from fedprism.records.manifest import (
     Damaged,
     Manifest,
+    Unreadable,
     manifest_path,
     manifest_rounds,
     read_manifest,
@@ -202,19 +203,26 @@ class Checkpoints:
         # After a fall-back there may be damaged manifests of later rounds, which are about to be made again.
         rounds = self.rounds()
         sound: dict[int, Manifest] = {}
+        unread: set[int] = set()
         for round in rounds:
             if round <= now:
                 try:
                     sound[round] = self._manifest(round)
+                except Unreadable:
+                    unread.add(round)
                 except Damaged:
                     continue  # it can never be used again
         kept = {*sorted(sound)[-2:], *(round for round in sound if round in keep)}
         self._copy_shared([sound[round] for round in kept])
-        gone = [round for round in rounds if round not in kept]
+        gone = [round for round in rounds if round not in kept | unread]
         for round in gone:
-            self.manifest(round).unlink(missing_ok=True)
+            if not self.manifest(round).is_dir():  # which may be somebody's
+                self.manifest(round).unlink(missing_ok=True)
             self._manifests.pop(round, None)
         atomic.fsync(self.folder)
+        if unread:
+            self._swept = False  # which files these name is not known now
+            return
         if self._swept and sound.keys() >= set(gone):
             loose = set[str]().union(*(sound[round].files for round in gone))
         else:  # a killed process, or a damaged manifest, may have left more files behind
@@ -236,7 +244,10 @@ class Checkpoints:
             self.copies.mkdir(exist_ok=True)
         for checksum in shared - self._copied:
             file, copy = self._file(checksum), self._copy(checksum)
-            if atomic.holds(file, checksum) and not copy.is_dir():  # else it is damaged already, as loading will say
+            if copy.is_dir():  # it may be somebody's
+                message = f"{copy} is a folder, so {file} has no second copy. Move the folder away."
+                warnings.warn(message, RecordWarning, stacklevel=2)
+            elif atomic.holds(file, checksum):  # else it is damaged already, as loading will say
                 atomic.write(copy, atomic.read(file), sync=False, lasting=False)
                 self._copied.add(checksum)
         for checksum in self._copied - shared:

@@ -16,6 +16,7 @@ from fedprism.records.sealed import seal, unseal
 from fedprism.round.events import RoundRecord
 
 NAME = "classes.json"
+NO_COUNTS: Mapping[str, Any] = {"last": {"round": -1, "scores": {}}}  # of no round
 
 
 def class_counts(record: RoundRecord, clients: tuple[str, ...]) -> dict[str, Any]:
@@ -35,22 +36,28 @@ def class_counts(record: RoundRecord, clients: tuple[str, ...]) -> dict[str, Any
     }
 
 
-def read_classes(path: Path) -> dict[str, Any]:
-    """`classes.json` of a run directory; empty where there is none yet."""
+def read_classes(path: Path, expected: bool = False) -> dict[str, Any]:
+    """`classes.json` of a run directory; empty where there is none, with a warning where one is expected."""
     try:
         classes = unseal(atomic.read(path / NAME))
         return {which: classes[which] for which in ("best", "last") if classes[which]["scores"] is not None}
     except FileNotFoundError:
-        return {}
+        problem = "missing" if expected else ""
     except OSError as error:
         raise RecordError(f"{path / NAME} cannot be read: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError):
-        # Nothing else is computed from it.
-        warnings.warn(f"{path / NAME} is damaged: going on without counts per class.", RecordWarning, stacklevel=2)
-        return {}
+        problem = "damaged"
+    if problem:  # nothing else is computed from it
+        warnings.warn(f"{path / NAME} is {problem}: going on without counts per class.", RecordWarning, stacklevel=2)
+    return {}
 
 
 def write_classes(path: Path, counts: Mapping[str, Any]) -> None:
-    """Write the counts of the last round and of the best one. Without validation images no round is the best: then the
-    last one stands for it."""
-    atomic.write(path / NAME, seal({"best": counts["last"], **counts}, indent=1))
+    """Write the counts of the last round and of the best one."""
+    atomic.write(path / NAME, packed(counts))
+
+
+def packed(counts: Mapping[str, Any]) -> bytes:
+    """`classes.json` as it is written. Without validation images no round is the best: then the last one stands for
+    it."""
+    return seal({"best": counts["last"], **counts}, indent=1)

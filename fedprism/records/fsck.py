@@ -109,6 +109,7 @@ class _Check:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.found = Checkup()
+        self.scored = False  # has a round that a checkpoint stands for tested any client?
 
     def all(self) -> Checkup:
         self.check_permissions()
@@ -272,6 +273,7 @@ class _Check:
         except FedprismError:  # it cannot be read at all
             entries, damage = [], "all of it"
         last, reached = len(entries) - 1, rounds_done(self.path, info or {})
+        self.scored = any(entry["scores"] for entry in entries[: reached + 1])
         self.found.rounds = len(entries)
         if not damage and last >= reached:
             self.found.verified += file.exists()
@@ -335,11 +337,11 @@ class _Check:
 
     def check_classes(self) -> None:
         file = self.path / classes.NAME
-        if not file.exists() or _is_sealed(file):
-            self.found.verified += file.exists()
-        else:
-            remedy = "it is moved aside: tables go on without balanced accuracy and F1"
-            self.add(file, _state_of(file), remedy, lambda: self.set_aside(file))
+        if _is_sealed(file):
+            self.found.verified += 1
+        elif file.exists() or self.scored:
+            remedy = "restore it from a copy; or --repair it, and tables go on without balanced accuracy and F1"
+            self.add(file, _state_of(file), remedy, lambda: self.replace(file, classes.packed(classes.NO_COUNTS)))
 
 
 def _set_aside(path: Path, file: Path) -> None:

@@ -22,6 +22,10 @@ class Damaged(Exception):
     """A manifest or one of its files is missing or is not what was written; the message names it."""
 
 
+class Unreadable(Damaged):
+    """The system has failed to read it. It may be whole, so nothing is deleted for that."""
+
+
 @dataclass(frozen=True)
 class Manifest:
     """The checksums of a round's files. That of a client that stores nothing is "", of one that never trained None."""
@@ -88,7 +92,9 @@ def reading(path: Path) -> Iterator[None]:
         raise Damaged(f"{path} is missing") from None
     except PermissionError as error:
         raise RecordError(f"{path} may not be read ({error.strerror}); check its permissions.") from error
+    except IsADirectoryError:
+        raise Damaged(f"{path} is a folder") from None
     except OSError as error:
-        raise Damaged(f"{path} cannot be read ({error.strerror})") from error
+        raise Unreadable(f"{path} cannot be read ({error.strerror})") from error
     except NotAFile as error:
         raise Damaged(f"{path} is {error.kind}") from error

@@ -38,7 +38,7 @@ def read_run(path: str | Path) -> RunRecord:
         config=config,
         info=info,
         rounds=tuple(metrics.decode(entry, seconds.get(entry["round"], {})) for entry in entries),
-        classes=read_classes(path),
+        classes=read_classes(path, expected=any(entry["scores"] for entry in entries[: reached + 1])),
     )
 
 

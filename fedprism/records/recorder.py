@@ -57,7 +57,7 @@ class Recorder(Callback):
         self._best = Best(plan.moment)
         for entry in entries:
             self._best.add(metrics.decode(entry, {}))
-        counted = classes.read_classes(self.path)
+        counted = classes.read_classes(self.path, expected=any(entry["scores"] for entry in entries))
         wanted = {"best": {self._best.round}, "last": range(plan.first_round)}
         self._counts = {which: counts for which, counts in counted.items() if counts["round"] in wanted[which]}
         with self._writing("the run directory"):

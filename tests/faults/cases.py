@@ -43,7 +43,7 @@ GONE = 15.0  # seconds in which worker processes notice that their parent has go
 ROOM = 2**31  # bytes that an operation may take, so that a nasty setting cannot take the machine
 THEIRS = {"theirs.txt": b"theirs\n", "folder/data.bin": bytes(range(256))}
 
-LOST_COUNTS = "classes.json is damaged: going on without counts per class."  # nothing makes them again
+LOST_COUNTS = ": going on without counts per class."  # nothing makes them again
 
 SAME, WARNED = "same bits", "less, with a warning"
 RESUMED, REFUSED, BROKEN = "resumed to the same bits", "refused in one line", "BROKEN PROMISE"
@@ -502,7 +502,7 @@ class _Trial:
         new = {name for name in after if name not in self.reference.tree and "/checkpoints/" in name}
         if any("/manifest-" in name for name in new):  # it had stopped in good order, with one more checkpoint
             left_out |= new
-        stays = re.findall(r"warning: (\S+) could not be removed", self.said[-1])
+        stays = re.findall(r"warning: (\S+) (?:could not be removed|is a folder)", self.said[-1])
         left_out |= {name for name in after if below(name, stays)}
         expected = {name: text for name, text in self.reference.tree.items() if name not in left_out}
         if words := differing(expected, {n: text for n, text in after.items() if n not in named | left_out}):

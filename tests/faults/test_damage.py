@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
 import shutil
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +23,7 @@ from fedprism.errors import FedprismError, RecordError
 from fedprism.records import RecordWarning, RoundRecord, RunDirectory, outcome, read_run
 from fedprism.records.fsck import fsck as check
 from fedprism.round.events import Snapshot
+from tests.faults.cases import in_child
 from tests.faults.injection import as_any_user
 from tests.toy_records import (
     CLIENTS,
@@ -196,6 +199,49 @@ def test_a_run_that_goes_on_replaces_damaged_copies(tmp_path: Path, how: str) ->
     assert fsck(path)[0] == 0
 
 
+def best_round(path: Path) -> int:
+    """The round that has a checkpoint for being the best, and for nothing else."""
+    (round,) = checkpoints(path)[:-2]
+    return round
+
+
+def test_a_manifest_that_cannot_be_read_for_once_stays(made: Callable[..., Path]) -> None:
+    path = made(6)
+    best = best_round(path)
+    failed: list[str] = []
+
+    def fail_once(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and str(arguments[0]).endswith(f"manifest-{best:06d}.json") and not failed:
+            failed.append(event)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), arguments[0])
+
+    ended = in_child(lambda: print(toy_run(path), failed), path, 60, lambda: sys.addaudithook(fail_once))
+    assert (ended.code, ended.out) == (0, f"{path} ['open']\n"), ended.err
+    whole = made()
+    assert results(path) == results(whole)
+    assert named_files(path, best) == named_files(whole, best_round(whole))
+    assert fsck(path)[0] == 0
+
+
+@pytest.mark.parametrize("what", ["manifest", "copies"])
+def test_folders_in_the_place_of_files_that_can_be_done_without_stay(made: Callable[..., Path], what: str) -> None:
+    path, copies = made(6), made() / "checkpoints" / "copies"  # those that it will have
+    places = [path / "checkpoints" / "copies" / copy.name for copy in copies.iterdir()]
+    if what == "manifest":
+        places = [path / "checkpoints" / f"manifest-{best_round(path):06d}.json"]
+    for place in places:
+        place.unlink(missing_ok=True)
+        place.mkdir()
+        (place / "mine.txt").write_text("mine")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        toy_run(path)
+    words = " ".join(str(each.message) for each in said)
+    assert what == "manifest" or all(f"{place} is a folder" in words for place in places)
+    assert all((place / "mine.txt").read_text() == "mine" for place in places)
+    assert results(path) == results(made())
+
+
 # --- records ---------------------------------------------------------------------------------------------------------
 
 
@@ -358,8 +404,8 @@ def test_fsck_finds_damage_and_repairs_it(made: Callable[..., Path], place: str,
     DAMAGE[how](hurt)
     after = hurt.read_bytes() if hurt.is_file() else None
     code, text = fsck(path)
-    unseen = place == "timings" or (how, place) == ("missing", "classes")
-    unseen |= (how, place) in {("cut short", "config.yaml"), ("longer", "metrics")}  # a default, and a torn line
+    # A default, and a torn line.
+    unseen = place == "timings" or (how, place) in {("cut short", "config.yaml"), ("longer", "metrics")}
     if code == 0:
         assert unseen
     else:
