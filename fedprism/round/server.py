@@ -150,7 +150,8 @@ class RoundUploads:
         if not self.keeps:
             self.sum.reserve(found.upload)
             self.total.reserve({name: found.upload[name] for name in self.in_total})
-        return AcceptedUpload(found.upload, kinds, self.method.origin(ctx), found.length, self.weights[client_id])
+        origin = {} if self.method.needs_all_uploads else self.method.origin(ctx)  # a download would wait for nobody
+        return AcceptedUpload(found.upload, kinds, origin, found.length, self.weights[client_id])
 
     def _check_names(self, client_id: str, names: frozenset[str]) -> None:
         """Refuse a method that declares uploads of which there is no mean."""
