@@ -136,7 +136,7 @@ class RoundUploads:
         self.lengths: dict[str, float] = {}  # of the updates that were accepted, by client
         self.names: frozenset[str] | None = None  # of what the first client uploads
         self.kept: list[AcceptedUpload] = []
-        self.sum, self.total = WeightedSum(), WeightedSum()
+        self.sum, self.total = WeightedSum(), WeightedSum()  # `Mean.state` and `Mean.totals`
 
     def check(
         self, client_id: str, answer: Result, kinds: Mapping[str, UploadKind], ctx: Context
