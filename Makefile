@@ -32,7 +32,7 @@ test-fast: $(VENV)/.installed-dev lint  ## about 90 s: lint, types, units, six m
 test: $(VENV)/.installed-dev lint  ## at most 4 minutes on 2 cores: all that must pass before a change lands
 	$(BIN)/python -m pytest -n 2
 
-test-slow: $(VENV)/.installed-dev  ## all methods times all settings, long kills, real data where FEDPRISM_DATA points to it
+test-slow: $(VENV)/.installed-dev  ## all methods times all settings, all faults, long kills, real data where FEDPRISM_DATA says
 	$(BIN)/python -m pytest -n 2 -m slow
 
 coverage: $(VENV)/.installed-dev  ## the tests of `make test`, with the lines that they miss

@@ -114,13 +114,14 @@ class Plugins(Registry[type[T]], Generic[T]):
             for n, c in vars(module).items()
             if isinstance(c, type) and issubclass(c, self.base) and c.__module__ == module.__name__
         }
+        if not classes:
+            parent = f"fedprism.{self.base.__name__}"
+            raise ConfigError(f"{path!r} holds no {self.kind}: none of its classes derives from {parent}.")
         if not wanted and len(classes) == 1:
             (wanted,) = classes
         if wanted not in classes:
-            raise ConfigError(
-                f"{path!r} holds the {self.kind}s {sorted(classes) or 'none'}"
-                + (f", not {wanted!r}; write {path}:CLASS." if wanted else f"; write {path}:CLASS.")
-            )
+            given = f", not {wanted!r}" if wanted else ""
+            raise ConfigError(f"{path!r} holds the {self.kind}s {sorted(classes)}{given}; write {path}:CLASS.")
         return self._checked(classes[wanted], name)
 
     def _checked(self, cls: Any, where: str) -> type[T]:

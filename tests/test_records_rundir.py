@@ -17,6 +17,7 @@ from fedprism import config as configuration
 from fedprism.config import Config, EvaluateConfig, ModelConfig, Named, structure
 from fedprism.errors import RecordError
 from fedprism.records import RecordWarning, RunDirectory, read_run, run_status, runfile
+from fedprism.records.fsck import fsck
 from fedprism.records.read import Architecture
 from fedprism.records.runfile import machine
 from fedprism.records.sealed import seal, unseal
@@ -272,6 +273,19 @@ def test_another_format_is_refused(tmp_path: Path, other: object) -> None:
     for act in (read_run, RunDirectory.open):
         with pytest.raises(RecordError, match=rf"format {other}, written by fedprism 9.9.*reads format 2"):
             act(path)
+
+
+def test_a_run_of_a_version_without_checksums_is_not_called_damaged(tmp_path: Path) -> None:
+    path = toy_run(tmp_path / "run", until=2)
+    info = {**unseal((path / "run.json").read_bytes()), "format": 1}
+    (path / "run.json").write_text(json.dumps(info, indent=1))
+    for act in (read_run, RunDirectory.open, fsck):
+        with pytest.raises(RecordError, match=r"has format 1, written by fedprism .*Use the version that wrote it"):
+            act(path)
+    for odd in ({**info, "checksum": "0"}, {**info, "format": 2}, [info]):
+        (path / "run.json").write_text(json.dumps(odd))
+        with pytest.raises(RecordError, match=r"run.json is damaged"):
+            read_run(path)
 
 
 def test_a_configuration_of_a_later_version_is_refused(tmp_path: Path) -> None:

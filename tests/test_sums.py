@@ -268,9 +268,10 @@ class Short(fp.FedAvg):
         return {name: tensor.float() for name, tensor in state.items()}
 
 
-@pytest.mark.parametrize("where", ["memory", "disk"])
-def test_few_downloads_are_in_memory_at_a_time(where: str, thirty: Federation) -> None:
-    """In a round, and in an evaluation of all clients: that of the client whose turn it is, and of the one before."""
+@pytest.mark.parametrize(("method", "where"), [(Short(), "memory"), (Short(), "disk"), (fp.FedAMP(), "memory")])
+def test_few_downloads_are_in_memory_at_a_time(method: Method, where: str, thirty: Federation) -> None:
+    """In a round, and in an evaluation of all clients: that of the client whose turn it is, and of the one before. Also
+    where all uploads wait for the end of the round."""
     seen: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
 
@@ -281,8 +282,8 @@ def test_few_downloads_are_in_memory_at_a_time(where: str, thirty: Federation) -
             return state
 
     settings = config_of(**SHORT, clients={"state": where})
-    engine = Watched(Short(), settings, make_info(settings, thirty.names, thirty.classes, thirty.shape), thirty, CPU)
-    assert loop_for(Short(), settings, thirty, engine).run([]) == "finished"
+    engine = Watched(method, settings, make_info(settings, thirty.names, thirty.classes, thirty.shape), thirty, CPU)
+    assert loop_for(method, settings, thirty, engine).run([]) == "finished"
     assert len(seen) > 90
     assert max(alive) <= 4
 

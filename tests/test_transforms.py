@@ -504,7 +504,7 @@ REFUSED: list[tuple[str, list[Any], str]] = [
         ["quantize", "quantize"],
         "transforms: quantize acts on weights, but comes after quantize, which packs these; put it before",
     ),
-    ("local", ["clip_norm"], "transforms: clip_norm acts on weights, factors, but local uploads nothing"),
+    ("local", ["clip_norm"], "acts on weights, factors, but local uploads nothing. Leave it out."),
     ("fedproto", ["quantize"], "transforms: quantize acts on weights, factors, but fedproto uploads prototype"),
     ("fedavg", [{"name": "quantize", "kinds": []}], "transforms: quantize acts on nothing, but fedavg uploads weights"),
     ("fedavg", ["quantise"], "unknown transform 'quantise'. Did you mean 'quantize'?"),

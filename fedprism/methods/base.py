@@ -328,9 +328,10 @@ class Method:
     def stored(self, model: Net, ctx: Context) -> Collection[str]:
         """Leaves that a client keeps until its next round. All others hold no number when `receive` begins.
 
-        Default: what is not shared, if `shared` does not look at the round and `receive` only loads what is sent; else
-        everything, and so does a method that is tested after training: that model is its result. A class that replaces
-        its parent's `shared`, `send`, `receive` or `moment` has this default again, unless it says otherwise.
+        Default: what is not shared, if `send` and `receive` are the default ones and `shared` does not look at the
+        round; else everything. A method that is tested after training keeps everything, too: that model is its result.
+        A class that replaces its parent's `shared`, `send`, `receive` or `moment` has this default again, unless it has
+        a `stored` of its own.
         """
         loads = type(self).send is Method.send and type(self).receive is Method.receive
         spares = loads and ctx.constant_shared and self.moment != "trained"

@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import metadata
@@ -127,7 +128,7 @@ def read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise RecordError(f"{path / NAME} cannot be read: {error.strerror}.") from error
     try:
-        info = unseal(data)
+        info = unpacked(data)
     except ValueError as error:
         raise RecordError(
             f"{path / NAME} is damaged ({error}). Restore it from a copy; `fedprism fsck {path}` says what can be done "
@@ -149,6 +150,18 @@ def write(path: Path, info: Mapping[str, Any]) -> None:
 def packed(info: Mapping[str, Any]) -> bytes:
     """The file as it is written."""
     return seal(info, indent=1)
+
+
+def unpacked(data: bytes) -> dict[str, Any]:
+    """The inverse of `packed`; a `ValueError` where the data is not what was written. Format 1 had no checksum."""
+    try:
+        return unseal(data)
+    except ValueError:
+        with suppress(ValueError, RecursionError):
+            info = json.loads(data)
+            if isinstance(info, dict) and info.get("format") == 1 and "checksum" not in info:
+                return info
+        raise
 
 
 def recorded_config(path: Path, info: Mapping[str, Any]) -> Config:

@@ -49,15 +49,15 @@ def accept(
 ) -> Checked | Failure:
     """A client's upload, decoded, or why it is refused: it cannot be decoded, is not what the method declares, has a
     wrong type or shape, is not finite or far too large, or is an update longer than `limit`. `ctx` is that client's."""
+    wrong = malformed(result.upload)
+    if wrong is not None:
+        return Failure(wrong)
     try:
-        wrong = malformed(result.upload)
-        upload = result.upload
-        if not wrong:
-            with unchanged(f"{method.id}.decode", upload):
-                upload = method.decode(dict(upload), ctx)
-        if transforms and not wrong:
+        with unchanged(f"{method.id}.decode", result.upload):
+            upload = method.decode(dict(result.upload), ctx)
+        if transforms:
             upload = from_wire(transforms, upload, UploadContext(ctx, kinds, method.origin(ctx)))
-        wrong = wrong or malformed(upload) or _other_than_declared(upload, kinds, server)
+        wrong = malformed(upload) or _other_than_declared(upload, kinds, server)
     except (torch.OutOfMemoryError, ChangedInPlace):
         raise
     except Exception as error:  # noqa: BLE001 - whatever decoding makes of what somebody else has sent
@@ -70,8 +70,8 @@ def accept(
         bad = not_finite(upload)
         if bad is not None:
             return Failure(f"{bad} in its upload is not finite", non_finite=True)
-        length, rest = update_length(upload, method.origin(ctx), kinds), rest_length(upload, kinds)
-        found = Checked(upload, float(length), float(rest))
+        update, rest = update_length(upload, method.origin(ctx), kinds), rest_length(upload, kinds)
+        found = Checked(upload, float(update), float(rest))
     if found.rest > LARGEST:
         reason = f"its buffers and scalars have length {found.rest:.3g}: the limit is {LARGEST:.3g}"
         return Failure(reason, non_finite=True)
@@ -136,7 +136,7 @@ class RoundUploads:
         self.lengths: dict[str, float] = {}  # of the updates that were accepted, by client
         self.names: frozenset[str] | None = None  # of what the first client uploads
         self.kept: list[AcceptedUpload] = []
-        self.sum, self.total = WeightedSum(), WeightedSum()
+        self.sum, self.total = WeightedSum(), WeightedSum()  # `Mean.state` and `Mean.totals`
 
     def check(
         self, client_id: str, answer: Result, kinds: Mapping[str, UploadKind], ctx: Context
@@ -150,7 +150,8 @@ class RoundUploads:
         if not self.keeps:
             self.sum.reserve(found.upload)
             self.total.reserve({name: found.upload[name] for name in self.in_total})
-        return AcceptedUpload(found.upload, kinds, self.method.origin(ctx), found.length, self.weights[client_id])
+        origin = {} if self.method.needs_all_uploads else self.method.origin(ctx)  # a download would wait for nobody
+        return AcceptedUpload(found.upload, kinds, origin, found.length, self.weights[client_id])
 
     def _check_names(self, client_id: str, names: frozenset[str]) -> None:
         """Refuse a method that declares uploads of which there is no mean."""
@@ -217,10 +218,10 @@ class RoundUploads:
         """These leaves, as the aggregator merges them."""
         if not names:
             return {}
-        some = [replace(sent, state={name: sent.state[name] for name in names}) for sent in kept]
+        uploads = [replace(sent, state={name: sent.state[name] for name in names}) for sent in kept]
         with torch.no_grad():
-            merged = self.aggregator.aggregate(some)
-        wrong = _difference(merged, some[0].state)
+            merged = self.aggregator.aggregate(uploads)
+        wrong = _difference(merged, uploads[0].state)
         if wrong is not None:
             raise FedprismError(
                 f"server.aggregator {self.aggregator.id} must return names, types and shapes of the uploads, and "

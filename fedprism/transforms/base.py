@@ -131,9 +131,10 @@ def check_transforms(transforms: Sequence[Transform], method: str, uploads: Sequ
                 "before."
             )
         if not found:
-            has = f"uploads {', '.join(dict.fromkeys(uploads))}" if uploads else "uploads nothing"
+            has = ", ".join(dict.fromkeys(uploads))
+            advice = "Leave it out, or set its kinds." if has else "Leave it out."
             raise ConfigError(
-                f"transforms: {each.id} acts on {', '.join(each.kinds) or 'nothing'}, but {method} {has}. Leave it "
-                f"out, or set its kinds."
+                f"transforms: {each.id} acts on {', '.join(each.kinds) or 'nothing'}, but {method} uploads "
+                f"{has or 'nothing'}. {advice}"
             )
         packed |= dict.fromkeys(found, each.id) if each.packs else {}

@@ -51,9 +51,10 @@ class Quantize(Transform):
         chosen = context.chosen(upload, self.kinds)
         update, sent, errors = context.update(chosen), State(), State()
         for name, u in update.items():
-            codes, scales = self.rounded(u.detach().flatten(), context.rng(name, u))
+            flat = u.detach().flatten()
+            codes, scales = self.rounded(flat, context.rng(name, u))
             sent |= {name + CODES: self.packed(codes), name + SCALES: scales}
-            errors[name] = self.values(codes, scales) - u.detach().flatten()
+            errors[name] = self.values(codes, scales) - flat
             if not context.known(name, u.shape):  # then the server does not know its shape
                 sent[name + SHAPE] = torch.tensor(u.shape, dtype=torch.int64, device=u.device)
         context.log("quantize/bytes", size(sent) / max(1, size(chosen)))
