@@ -284,6 +284,28 @@ def test_a_users_files_are_not_left_behind_by_an_interruption(two: fp.Federation
     assert [(old / name).read_text() for name in ("a.txt", "b.txt")] == ["mine", "mine"]
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_users_files_among_the_checkpoints_move_to_the_successor(two: fp.Federation, old: Path) -> None:
+    (old / "checkpoints" / "files" / "notes.txt").write_text("mine")
+    with pytest.raises(KeyboardInterrupt):
+        train(two, old, At(1, stop), overwrite=True)
+    assert [path.name for path in old.parent.iterdir()] == ["run"]
+    assert (old / "checkpoints" / "files" / "notes.txt").read_text() == "mine"
+
+
+def test_what_a_replaced_run_has_left_does_not_stop_its_successor(two: fp.Federation, old: Path) -> None:
+    """A link in place of a folder, whose name the successor has taken."""
+    shutil.rmtree(old / "checkpoints")
+    (old / "checkpoints").symlink_to(old.parent)
+    aside = old.parent / f".{old.name}.replaced"
+    with pytest.warns(RecordWarning, match=f"something of the old one is left in {aside}"):
+        with pytest.raises(KeyboardInterrupt):
+            train(two, old, At(1, stop), overwrite=True)
+    with pytest.warns(RecordWarning, match=f"something of the old one is left in {aside}"):
+        assert fp.resume(old).status == "finished"
+    assert [path.name for path in aside.iterdir()] == ["checkpoints"]
+
+
 def test_where_a_run_cannot_come_back_it_is_said_where_it_lies(two: fp.Federation, old: Path) -> None:
     before = tree(old)
 
