@@ -22,7 +22,7 @@ from fedprism.files import NotAFile, open_regular
 from fedprism.records import classes, folder, metrics, runfile
 from fedprism.records.folder import CONFIG, LOCK, locked
 from fedprism.records.manifest import Damaged, Manifest, manifest_path, manifest_rounds, read_manifest
-from fedprism.records.read import rounds_done
+from fedprism.records.read import rounds_done, rounds_fit
 from fedprism.records.sealed import unseal
 
 _PASSES = 4  # of repair: what one repairs shows what is left to do
@@ -273,11 +273,14 @@ class _Check:
             entries, damage = [], "all of it"
         last, reached = len(entries) - 1, rounds_done(self.path, info or {})
         self.found.rounds = len(entries)
-        if not damage and last >= reached:
+        if not damage and rounds_fit(info or {}, len(entries), reached):
             self.found.verified += file.exists()
             return
         ends = f"ends at round {last}" if entries else "has no round"
         problem = f"is damaged at line {last + 2}" if damage else f"{ends}, but the run has got to round {reached}"
+        if not damage and last > reached:
+            self.add(file, problem, "it is that of another run: restore this run's from a copy")
+            return
         usable = [round for round in self.found.whole if round <= last]
         remedy = f"restore it from a copy; or --repair it, and {_again(usable)}, to the same bits"
 

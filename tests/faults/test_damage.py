@@ -210,6 +210,17 @@ def test_rounds_that_are_missing_from_the_metrics_are_missed(made: Callable[...,
     assert call("show", path).exit_code == 2
 
 
+def test_the_metrics_of_a_longer_run_are_not_those_of_one_that_has_ended(tmp_path: Path) -> None:
+    """Restored from the wrong copy, they would be shown, and compared, with figures of rounds that never were."""
+    path, other = toy_run(tmp_path / "run"), toy_run(tmp_path / "other", toy_config(rounds=9, seed=1))
+    shutil.copy(other / "metrics.jsonl", path)
+    with pytest.raises(RecordError, match=r"metrics\.jsonl ends at round 9, but the run has got to round 7"):
+        read_run(path)
+    for options in ((), ("--repair",)):
+        code, text = fsck(path, *options)
+        assert (code, "it is that of another run" in text) == (1, True)
+
+
 def test_a_changed_bit_never_changes_a_table(made: Callable[..., Path]) -> None:
     path, chance = made(), random.Random(0)
     before = outcome(read_run(path))
