@@ -169,6 +169,19 @@ def test_a_lost_client_costs_no_other(tmp_path: Path, state: str) -> None:
     assert "after round 3, plain began anew, the state being lost" in str(done.table())
 
 
+@pytest.mark.parametrize("state", STATES)
+def test_no_client_begins_anew_while_a_checkpoint_is_whole(made: Callable[..., Path], state: str) -> None:
+    path = made(5, state)
+    server = json.loads(newest_manifest(path).read_text())["server"]
+    file = min(named_files(path, 5) - named_files(path, 4) - {f"{server}.safetensors"})
+    damage(path / "checkpoints" / "files" / file, flip)
+    said = pytest.warns(RecordWarning, match=r"manifest-000005.* the checkpoint of round 4 is used")
+    with said, RunDirectory.open(path) as directory:
+        snapshot = directory.latest(lost := [])
+    assert snapshot is not None
+    assert (snapshot.round, lost) == (4, [])
+
+
 def test_models_of_the_other_clients_can_be_had(tmp_path: Path) -> None:
     done = ditto(tmp_path / "run")
     x = fp.make_federation("digits-skew", clients=3, seed=0, samples=40).clients["tinted"].test.x
