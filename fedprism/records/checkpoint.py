@@ -216,8 +216,10 @@ class Checkpoints:
             if round <= now:
                 try:
                     sound[round] = self._manifest(round)
-                except Damaged:
-                    continue  # it can never be used again
+                except Damaged as damage:  # it can never be used again
+                    if round in keep:
+                        message = f"{damage}: the checkpoint of round {round}, which was to be kept, is lost."
+                        warnings.warn(message, RecordWarning, stacklevel=2)
         kept = {*sorted(sound)[-2:], *(round for round in sound if round in keep)}
         self._copy_shared([sound[round] for round in kept])
         gone = [round for round in rounds if round not in kept]

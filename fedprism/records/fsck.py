@@ -209,15 +209,17 @@ class _Check:
 
     def check_checkpoints(self, info: dict[str, Any]) -> None:
         manifests: dict[int, Manifest] = {}
+        damaged: list[Path] = []
         for round in manifest_rounds(self.checkpoints):
             file = manifest_path(self.checkpoints, round)
             try:
                 manifests[round] = read_manifest(self.checkpoints, round)
                 self.found.verified += 1
             except Damaged:
-                used = f"the checkpoint of round {max(manifests)} is used" if manifests else "there is none before it"
-                remedy = f"it is moved aside; {used}"
-                self.add(file, _state_of(file), remedy, partial(self.set_aside, file))
+                damaged.append(file)
+        used = f"the checkpoint of round {max(manifests)} is used" if manifests else "there is none before it"
+        for file in damaged:
+            self.add(file, _state_of(file), f"it is moved aside; {used}", partial(self.set_aside, file))
         named: dict[str, list[int]] = {}
         for round, manifest in manifests.items():
             for checksum in manifest.files:

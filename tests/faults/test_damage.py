@@ -182,6 +182,16 @@ def test_no_client_begins_anew_while_a_checkpoint_is_whole(made: Callable[..., P
     assert (snapshot.round, lost) == (4, [])
 
 
+def test_a_kept_checkpoint_is_not_lost_without_a_word(tmp_path: Path) -> None:
+    """A run that goes on deletes what it can never use again; before, somebody may have a copy of its manifest."""
+    path = toy_run(tmp_path / "run", toy_config(checkpoint_every=1, keep_rounds=(2,)), until=5)
+    manifest = path / "checkpoints" / "manifest-000002.json"
+    damage(manifest, flip)
+    assert f"{manifest} does not match its checksum: it is moved aside; the checkpoint of round 5" in fsck(path)[1]
+    with pytest.warns(RecordWarning, match=f"{manifest} does not match its checksum: the checkpoint of round 2"):
+        toy_run(path)
+
+
 def test_models_of_the_other_clients_can_be_had(tmp_path: Path) -> None:
     done = ditto(tmp_path / "run")
     x = fp.make_federation("digits-skew", clients=3, seed=0, samples=40).clients["tinted"].test.x

@@ -298,9 +298,9 @@ def test_what_a_replaced_run_has_left_does_not_stop_its_successor(two: fp.Federa
     shutil.rmtree(old / "checkpoints")
     (old / "checkpoints").symlink_to(old.parent)
     aside = old.parent / f".{old.name}.replaced"
-    with pytest.warns(RecordWarning, match=f"something of the old one is left in {aside}"):
-        with pytest.raises(KeyboardInterrupt):
-            train(two, old, At(1, stop), overwrite=True)
+    said = pytest.warns(RecordWarning, match=f"something of the old one is left in {aside}")
+    with said, pytest.raises(KeyboardInterrupt):
+        train(two, old, At(1, stop), overwrite=True)
     with pytest.warns(RecordWarning, match=f"something of the old one is left in {aside}"):
         assert fp.resume(old).status == "finished"
     assert [path.name for path in aside.iterdir()] == ["checkpoints"]
