@@ -733,3 +733,24 @@ def test_the_demo_replaces_only_what_it_has_made(there: str, straight: Path, tmp
     code, printed = call("demo", "--rounds", "1", "--out", out)
     assert (code, tree(out) == before) == (2, True), printed
     assert "is not marked as made by `fedprism demo`" in printed
+
+
+def test_the_demo_does_not_replace_a_run_that_has_taken_the_place_of_its_own(
+    two: fp.Federation, straight: Path, tmp_path: Path
+) -> None:
+    """The other files of a run's directory stay with its successor, and the demo's mark is one of them."""
+    out = tmp_path / "demo"
+    assert call("demo", "--rounds", "1", "--out", out)[0] == 0
+    mine = train(two, out / "runs" / "local-0", overwrite=True)
+    code, printed = call("demo", "--rounds", "1", "--out", out)
+    assert (code, f"{mine} is not marked as made by `fedprism demo`" in printed) == (2, True)
+    assert results(mine) == results(straight)
+    shutil.rmtree(mine)
+    notes = out / "runs" / "ditto-0" / "checkpoints" / "notes.txt"
+    notes.write_text("mine")
+    before = tree(out)
+    code, printed = call("demo", "--rounds", "1", "--out", out)
+    assert (code, f"{notes} was not made by `fedprism demo`; move it away" in printed) == (2, True)
+    assert tree(out) == before
+    notes.unlink()
+    assert call("demo", "--rounds", "1", "--out", out)[0] == 0
