@@ -75,6 +75,7 @@ def fsck(path: Path) -> Checkup:
 
 
 def _refuse_others(path: Path) -> None:
+    folder.refuse_set_aside(path)
     if not path.is_dir():
         raise RecordError(f"{path} is no folder; expected a run directory.")
     if not any((path / name).exists() for name in (runfile.NAME, CONFIG, metrics.METRICS)):

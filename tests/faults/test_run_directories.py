@@ -358,6 +358,28 @@ def test_a_killed_replacement_is_undone_by_the_next_attempt(two: fp.Federation, 
     assert tree(old) == before
 
 
+@pytest.mark.filterwarnings("always::fedprism.records.RecordWarning")
+def test_a_run_that_is_set_aside_is_named_by_each_command_and_put_back_by_a_comparison(
+    two: fp.Federation, old: Path, tmp_path: Path
+) -> None:
+    path = old.rename(tmp_path / "ditto-0")
+    before = tree(path)
+    config = shutil.copy(path / "config.yaml", tmp_path / "same.yaml")
+    for begun in (False, True):
+        kill = At(None, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        settings = ("train.epochs=2",)
+        assert in_child(lambda: train(two, path, kill, overwrite=True, settings=settings)) == -signal.SIGKILL  # noqa: B023
+        if not begun:  # as if it had been killed a moment earlier
+            (path / "run.json").unlink()
+            (path / "metrics.jsonl").unlink()
+            for command in ("show", "fsck"):
+                code, printed = call(command, path)
+                assert (code, f"lies in {tmp_path / '.ditto-0.replaced'}" in printed) == (2, True)
+        code, printed = call("compare", config, "--methods", "ditto", "--out", tmp_path)
+        assert (code, "the earlier run is back in its place" in printed) == (0, True), printed
+        assert tree(path) == before
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 @pytest.mark.parametrize("points", [3, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_replacement_that_is_ended_anywhere_loses_neither_run(
