@@ -192,7 +192,7 @@ class _Check:
             self.add(file, _state_of(file), f"restore it from a copy: {CONFIG} is not as it was written, either")
             return None
         data = runfile.packed(runfile.first(config))
-        remedy = f"it is written again from {CONFIG}; `fedprism resume` adds the rest"
+        remedy = f"it is written again from {CONFIG}; `fedprism resume` adds the rest, but not who had begun anew"
         self.add(file, _state_of(file), remedy, lambda: self.replace(file, data))
         return None
 

@@ -9,6 +9,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,13 @@ def test_a_lost_client_costs_no_other(tmp_path: Path, state: str) -> None:
     done = fp.resume(path, reset_damaged=True)
     assert done.status == "finished"
     assert done.record.info["resumed"][-1]["reset"] == lost
-    assert "after round 3, plain began anew, the state being lost" in str(done.table())
+    note = "after round 3, plain began anew, the state being lost"
+    assert note in str(done.table())
+    entry = done.record.info["resumed"][-1]
+    for later, count in ((3, 1), (2, 0)):  # it was killed and resumed again: with the same loss, or before it
+        resumed = [entry, {**entry, "round": later, "reset": lost if later == 3 else []}]
+        record = replace(done.record, info={**done.record.info, "resumed": resumed})
+        assert sum(note in each for each in outcome(record).notes) == count
 
 
 @pytest.mark.parametrize("state", STATES)
