@@ -306,6 +306,7 @@ def _clear_demo(out: Path, cells: Sequence[Cell]) -> None:
                 continue
             if not _is_marked(path):
                 raise RecordError(f"{path} is not marked as made by `fedprism demo`; choose another --out.")
+            folder.refuse_links(path)
             ours = {path / name for name in (DEMO_MARK, *folder.FOLDERS)}.union(folder.own_files(path))
             if others := sorted(set(path.rglob("*")) - ours):
                 raise RecordError(f"{others[0]} was not made by `fedprism demo`; move it away or choose another --out.")

@@ -109,6 +109,8 @@ def refuse_links(folder: Path) -> None:
 
 def locked(folder: Path, named: Path | None = None) -> FileLock:
     """The lock of a run's folder. `named` is what a message calls it."""
+    if (folder / LOCK).is_symlink():  # not every version of filelock refuses one
+        raise RecordError(f"{folder / LOCK} is a link, and nothing is written through a link: remove it.")
     named, lock = named or folder, FileLock(folder / LOCK, timeout=0)
     try:
         lock.acquire()

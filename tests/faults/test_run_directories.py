@@ -776,3 +776,34 @@ def test_the_demo_does_not_replace_a_run_that_has_taken_the_place_of_its_own(
     assert tree(out) == before
     notes.unlink()
     assert call("demo", "--rounds", "1", "--out", out)[0] == 0
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "checkpoints/files", ".lock"])
+def test_the_demo_does_not_begin_to_replace_a_run_of_which_a_part_is_a_link(name: str, tmp_path: Path) -> None:
+    out, precious = tmp_path / "demo", tmp_path / "precious"
+    assert call("demo", "--rounds", "1", "--out", out)[0] == 0
+    precious.mkdir()
+    (precious / "manifest-000001.json").write_text("mine")
+    link = out / "runs" / "ditto-0" / name
+    if link.is_dir():
+        shutil.rmtree(link)
+    else:
+        link.unlink()
+    link.symlink_to(precious if link.name != ".lock" else precious / "manifest-000001.json")
+    before = tree(tmp_path)
+    code, printed = call("demo", "--rounds", "1", "--out", out)
+    assert (code, f"{link} is a link" in printed, tree(tmp_path) == before) == (2, True, True)
+
+
+def test_a_lock_that_is_a_link_is_refused_where_a_run_is_made_or_replaced(
+    two: fp.Federation, old: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "new").mkdir()
+    (old / ".lock").unlink()
+    for path in (old, tmp_path / "new"):
+        (path / ".lock").symlink_to(tmp_path / "mine")
+        before = tree(tmp_path)
+        with pytest.raises(fp.RecordError, match=r"\.lock is a link, and nothing is written through a link: remove it"):
+            train(two, path, overwrite=True)
+        assert tree(tmp_path) == before
