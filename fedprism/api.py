@@ -27,7 +27,7 @@ from fedprism.models import Arch
 from fedprism.planning import Cell, cells, directory_of, resolve
 from fedprism.predict import ClientModels
 from fedprism.records import Protocol, RunDirectory, RunRecord, read_run, run_status, runfile
-from fedprism.records.folder import refuse_set_aside
+from fedprism.records.folder import recover, refuse_set_aside
 from fedprism.records.read import common_folder
 from fedprism.records.rundir import Settling
 from fedprism.report.table import Table
@@ -275,6 +275,7 @@ def compare(
     """
     planned = cells(config, methods, seeds, name, out)
     for cell in planned:  # a run of another configuration is an error before any run begins
+        recover(cell.path)
         if run_status(cell.path) is not None:
             RunDirectory.open(cell.path, expect=cell.config)
     runs: dict[Path, Run] = {}

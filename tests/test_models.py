@@ -644,6 +644,7 @@ def test_a_map_names_every_client() -> None:
         ({"per_client": []}, r"per_client is \[\]; expected a list"),
         ({"per_client": "mlp"}, "expected a list of models"),
         ({"per_client": {"plain": "mlp", "tinted": "mlp"}}, "no model for blurred"),
+        ({"per_client": {1: "mlp", "1": "cnn4"}}, "names a model for '1' twice"),
         ({"per_client": {"plian": "mlp"}}, "unknown client 'plian'. Did you mean 'plain'"),
         ({"per_client": ["mlp", {"width": 3}]}, "per_client of 'tinted' is .* mapping with a `name`"),
         ({"per_client": ["mlp", "cnn5"]}, "unknown model 'cnn5'"),

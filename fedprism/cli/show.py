@@ -92,6 +92,7 @@ def show(
 def _find_runs(paths: Sequence[Path]) -> list[list[Path]]:
     """Run directories by table: those that are named together, those that are found by their folder."""
     from fedprism.records import runfile
+    from fedprism.records.folder import refuse_set_aside
     from fedprism.records.read import runs_below
 
     named = [path for path in paths if runfile.exists(path)]
@@ -103,6 +104,7 @@ def _find_runs(paths: Sequence[Path]) -> list[list[Path]]:
             runfile.read(path)  # raises the error
         below = runs_below(path)
         if not below:
+            refuse_set_aside(path)
             raise RecordError(f"there is no run in {path} or below it; `fedprism run` makes one.")
         for directory in below:
             groups.setdefault(directory.parent, []).append(directory)

@@ -306,6 +306,10 @@ def _clear_demo(out: Path, cells: Sequence[Cell]) -> None:
                 continue
             if not _is_marked(path):
                 raise RecordError(f"{path} is not marked as made by `fedprism demo`; choose another --out.")
+            folder.refuse_links(path)
+            ours = {path / name for name in (DEMO_MARK, *folder.FOLDERS)}.union(folder.own_files(path))
+            if others := sorted(set(path.rglob("*")) - ours):
+                raise RecordError(f"{others[0]} was not made by `fedprism demo`; move it away or choose another --out.")
         for path in (cell.path for cell in cells if _is_marked(cell.path)):
             lock = folder.locked(path)
             try:
@@ -324,12 +328,23 @@ def _mark(path: Path) -> None:
     from fedprism import atomic
 
     with atomic.reporting(str(path), "Choose another --out."):
-        atomic.write(path / DEMO_MARK, DEMO_TEXT)
+        atomic.write(path / DEMO_MARK, _mark_text(path))
+
+
+def _mark_text(path: Path) -> bytes:
+    """A run's mark is for that run: one that replaces it gets the other files of its directory, and so the mark."""
+    from fedprism.records import runfile
+
+    begun = f"Run of {runfile.read(path)['started']}.\n" if runfile.exists(path) else ""
+    return DEMO_TEXT + begun.encode()
 
 
 def _is_marked(path: Path) -> bool:
     """Whether the demo has made this directory: a link to one, or a file of that name with other text, is no mark."""
+    from fedprism.records import runfile
+
     mark = path / DEMO_MARK
-    if path.is_symlink() or mark.is_symlink() or not mark.is_file():
+    if path.is_symlink() or mark.is_symlink() or not mark.is_file() or mark.stat().st_size > 2 * len(DEMO_TEXT):
         return False
-    return mark.stat().st_size == len(DEMO_TEXT) and mark.read_bytes() == DEMO_TEXT
+    text = mark.read_bytes()
+    return text == _mark_text(path) if runfile.exists(path) else text.startswith(DEMO_TEXT)

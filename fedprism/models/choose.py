@@ -60,7 +60,11 @@ def _check_keys(model: str, given: Mapping[str, Any], own: Sequence[str], where:
 
 def _deal(per_client: Any, clients: Sequence[str]) -> dict[str, Any]:
     if isinstance(per_client, Mapping):
-        named = {str(name): entry for name, entry in per_client.items()}  # YAML reads a site called 1 as a number
+        named: dict[str, Any] = {}
+        for name, entry in per_client.items():
+            if str(name) in named:  # YAML reads a site called 1 as a number, and '1' as a text
+                raise ConfigError(f"model.per_client names a model for {str(name)!r} twice; keep one of them.")
+            named[str(name)] = entry
         for name in named:
             if name not in clients:
                 raise ConfigError(f"model.per_client: {unknown('client', name, clients)}")

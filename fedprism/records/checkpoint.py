@@ -108,16 +108,26 @@ class Checkpoints:
 
     def newest(self, rounds: Sequence[int], last: int, lost: list[str] | None = None) -> Snapshot | None:
         """The newest sound checkpoint of `rounds` up to round `last`, with a warning for each one that is skipped. With
-        a list `lost`, the newest whose server is sound, as in `load`."""
+        a list `lost`, where none is whole, the newest whose server is sound, as in `load`."""
+        lacking: list[int] = []  # rounds whose checkpoints lack nothing but states of clients
         for round in reversed(rounds):
+            missing: list[str] = []
             try:
                 if round > last:
                     raise Damaged(f"{self.manifest(round)} is ahead of metrics.jsonl, which ends at round {last}")
-                return self.load(round, lost)
+                snapshot = self.load(round, None if lost is None else missing)
             except Damaged as damage:
                 if self.manifest(round).exists():  # otherwise a run that goes on has pruned it meanwhile
                     warnings.warn(f"{damage}: the checkpoint before it is used.", RecordWarning, stacklevel=2)
-        return None
+                continue
+            if missing:
+                lacking.append(round)
+                continue
+            for later in lacking:
+                message = f"{self.manifest(later)} names damaged files: the checkpoint of round {round} is used."
+                warnings.warn(message, RecordWarning, stacklevel=2)
+            return snapshot
+        return self.load(lacking[0], lost) if lacking else None
 
     def drop_later(self, round: int) -> None:
         """Delete the manifests of later rounds, which are about to be made again."""
@@ -210,8 +220,10 @@ class Checkpoints:
                     sound[round] = self._manifest(round)
                 except Unreadable:
                     unread.add(round)
-                except Damaged:
-                    continue  # it can never be used again
+                except Damaged as damage:  # it can never be used again
+                    if round in keep:
+                        message = f"{damage}: the checkpoint of round {round}, which was to be kept, is lost."
+                        warnings.warn(message, RecordWarning, stacklevel=2)
         kept = {*sorted(sound)[-2:], *(round for round in sound if round in keep)}
         self._copy_shared([sound[round] for round in kept])
         gone = [round for round in rounds if round not in kept | unread]

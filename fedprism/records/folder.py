@@ -109,6 +109,8 @@ def refuse_links(folder: Path) -> None:
 
 def locked(folder: Path, named: Path | None = None) -> FileLock:
     """The lock of a run's folder. `named` is what a message calls it."""
+    if (folder / LOCK).is_symlink():  # not every version of filelock refuses one
+        raise RecordError(f"{folder / LOCK} is a link, and nothing is written through a link: remove it.")
     named, lock = named or folder, FileLock(folder / LOCK, timeout=0)
     try:
         lock.acquire()
@@ -207,11 +209,8 @@ def recover(path: Path) -> None:
     if not os.path.isdir(place) or place.is_symlink():
         return
     with atomic.reporting(str(path), f"A run that was to be replaced lies in {place}; make room and try again."):
-        if not runfile.exists(place):  # the kill came while it was removed
-            _clear(place, real)
-            return
         old = Replaced(real, place, locked(place, path))
-        if complete(real):
+        if not runfile.exists(place) or complete(real):  # without run.json, the kill came while it was removed
             old.drop()
             return
         if real.is_dir():
@@ -229,11 +228,19 @@ def recover(path: Path) -> None:
 def _clear(place: Path, successor: Path) -> None:
     """Remove a run that has been replaced. Other files that lie with it move to its successor."""
     remove(place)
-    for entry in list(place.iterdir()):
-        if not (successor / entry.name).exists():
-            successor.mkdir(exist_ok=True)
-            entry.rename(successor / entry.name)
-    place.rmdir()
+    _move(place, successor)
+
+
+def _move(folder: Path, to: Path) -> None:
+    """Move all that is in a folder to another one, but for what is taken there; the folder goes if it is empty then."""
+    for entry in list(folder.iterdir()):
+        target = to / entry.name
+        if not os.path.lexists(target):
+            to.mkdir(exist_ok=True)
+            entry.rename(target)
+        elif entry.is_dir() and target.is_dir() and not (entry.is_symlink() or target.is_symlink()):
+            _move(entry, target)
+    folder.rmdir()
 
 
 def refuse_set_aside(path: Path) -> None:

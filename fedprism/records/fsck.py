@@ -22,7 +22,7 @@ from fedprism.files import NotAFile, open_regular
 from fedprism.records import classes, folder, metrics, runfile
 from fedprism.records.folder import CONFIG, LOCK, locked
 from fedprism.records.manifest import Damaged, Manifest, manifest_path, manifest_rounds, read_manifest
-from fedprism.records.read import rounds_done
+from fedprism.records.read import rounds_done, rounds_fit
 from fedprism.records.sealed import unseal
 
 _PASSES = 4  # of repair: what one repairs shows what is left to do
@@ -75,6 +75,7 @@ def fsck(path: Path) -> Checkup:
 
 
 def _refuse_others(path: Path) -> None:
+    folder.refuse_set_aside(path)
     if not path.is_dir():
         raise RecordError(f"{path} is no folder; expected a run directory.")
     if not any((path / name).exists() for name in (runfile.NAME, CONFIG, metrics.METRICS)):
@@ -192,7 +193,7 @@ class _Check:
             self.add(file, _state_of(file), f"restore it from a copy: {CONFIG} is not as it was written, either")
             return None
         data = runfile.packed(runfile.first(config))
-        remedy = f"it is written again from {CONFIG}; `fedprism resume` adds the rest"
+        remedy = f"it is written again from {CONFIG}; `fedprism resume` adds the rest, but not who had begun anew"
         self.add(file, _state_of(file), remedy, lambda: self.replace(file, data))
         return None
 
@@ -210,15 +211,17 @@ class _Check:
 
     def check_checkpoints(self, info: dict[str, Any]) -> None:
         manifests: dict[int, Manifest] = {}
+        damaged: list[Path] = []
         for round in manifest_rounds(self.checkpoints):
             file = manifest_path(self.checkpoints, round)
             try:
                 manifests[round] = read_manifest(self.checkpoints, round)
                 self.found.verified += 1
             except Damaged:
-                used = f"the checkpoint of round {max(manifests)} is used" if manifests else "there is none before it"
-                remedy = f"it is moved aside; {used}"
-                self.add(file, _state_of(file), remedy, partial(self.set_aside, file))
+                damaged.append(file)
+        used = f"the checkpoint of round {max(manifests)} is used" if manifests else "there is none before it"
+        for file in damaged:
+            self.add(file, _state_of(file), f"it is moved aside; {used}", partial(self.set_aside, file))
         named: dict[str, list[int]] = {}
         for round, manifest in manifests.items():
             for checksum in manifest.files:
@@ -275,11 +278,14 @@ class _Check:
         last, reached = len(entries) - 1, rounds_done(self.path, info or {})
         self.scored = any(entry["scores"] for entry in entries[: reached + 1])
         self.found.rounds = len(entries)
-        if not damage and last >= reached:
+        if not damage and rounds_fit(info or {}, len(entries), reached):
             self.found.verified += file.exists()
             return
         ends = f"ends at round {last}" if entries else "has no round"
         problem = f"is damaged at line {last + 2}" if damage else f"{ends}, but the run has got to round {reached}"
+        if not damage and last > reached:
+            self.add(file, problem, "it is that of another run: restore this run's from a copy")
+            return
         usable = [round for round in self.found.whole if round <= last]
         remedy = f"restore it from a copy; or --repair it, and {_again(usable)}, to the same bits"
 

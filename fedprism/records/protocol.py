@@ -151,8 +151,10 @@ def outcome(run: RunRecord, protocol: Protocol | None = None) -> Outcome:
     if not tested:
         raise RecordError(_untested(whole, moment, protocol.path))
     notes = ["diverged"] if run.diverged else []
-    for entry in run.info.get("resumed", ()):
-        if entry.get("reset"):
+    resumed = run.info.get("resumed", ())
+    for i, entry in enumerate(resumed):
+        undone = any(later["round"] <= entry["round"] for later in resumed[i + 1 :])
+        if entry.get("reset") and not undone:
             notes.append(f"after round {entry['round']}, {some(entry['reset'])} began anew, the state being lost")
     chosen = _choose(run, protocol, moment, tested, notes)
     standing, seen = Standing(moment, "test"), []

@@ -26,7 +26,7 @@ def read_run(path: str | Path) -> RunRecord:
     reached = rounds_done(path, info)  # before the metrics, which are always ahead of it
     seconds = metrics.read_seconds(path / metrics.TIMINGS)
     entries = metrics.read_rounds(path / metrics.METRICS)
-    if len(entries) <= reached:
+    if not rounds_fit(info, len(entries), reached):
         file = path / metrics.METRICS
         ends = f"ends at round {len(entries) - 1}" if entries else "is empty" if file.exists() else "is missing"
         raise RecordError(
@@ -46,6 +46,11 @@ def rounds_done(path: Path, info: Mapping[str, Any]) -> int:
     """The last round that the run has surely recorded, by `run.json` and its checkpoints; -1: none."""
     done = info.get("done")
     return max([-1 if done is None else int(done), *manifest_rounds(path / "checkpoints")])
+
+
+def rounds_fit(info: Mapping[str, Any], recorded: int, reached: int) -> bool:
+    """Whether a run that has got to round `reached` can have recorded so many rounds: more only before it has ended."""
+    return recorded == reached + 1 or (recorded > reached and info.get("status") not in runfile.ENDED)
 
 
 def run_status(path: str | Path) -> str | None:

@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,36 @@ def test_a_lost_client_costs_no_other(tmp_path: Path, state: str) -> None:
     done = fp.resume(path, reset_damaged=True)
     assert done.status == "finished"
     assert done.record.info["resumed"][-1]["reset"] == lost
-    assert "after round 3, plain began anew, the state being lost" in str(done.table())
+    note = "after round 3, plain began anew, the state being lost"
+    assert note in str(done.table())
+    entry = done.record.info["resumed"][-1]
+    for later, count in ((3, 1), (2, 0)):  # it was killed and resumed again: with the same loss, or before it
+        resumed = [entry, {**entry, "round": later, "reset": lost if later == 3 else []}]
+        record = replace(done.record, info={**done.record.info, "resumed": resumed})
+        assert sum(note in each for each in outcome(record).notes) == count
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_no_client_begins_anew_while_a_checkpoint_is_whole(made: Callable[..., Path], state: str) -> None:
+    path = made(5, state)
+    server = json.loads(newest_manifest(path).read_text())["server"]
+    file = min(named_files(path, 5) - named_files(path, 4) - {f"{server}.safetensors"})
+    damage(path / "checkpoints" / "files" / file, flip)
+    said = pytest.warns(RecordWarning, match=r"manifest-000005.* the checkpoint of round 4 is used")
+    with said, RunDirectory.open(path) as directory:
+        snapshot = directory.latest(lost := [])
+    assert snapshot is not None
+    assert (snapshot.round, lost) == (4, [])
+
+
+def test_a_kept_checkpoint_is_not_lost_without_a_word(tmp_path: Path) -> None:
+    """A run that goes on deletes what it can never use again; before, somebody may have a copy of its manifest."""
+    path = toy_run(tmp_path / "run", toy_config(checkpoint_every=1, keep_rounds=(2,)), until=5)
+    manifest = path / "checkpoints" / "manifest-000002.json"
+    damage(manifest, flip)
+    assert f"{manifest} does not match its checksum: it is moved aside; the checkpoint of round 5" in fsck(path)[1]
+    with pytest.warns(RecordWarning, match=f"{manifest} does not match its checksum: the checkpoint of round 2"):
+        toy_run(path)
 
 
 def test_models_of_the_other_clients_can_be_had(tmp_path: Path) -> None:
@@ -254,6 +284,17 @@ def test_rounds_that_are_missing_from_the_metrics_are_missed(made: Callable[...,
     with pytest.raises(RecordError, match=f"metrics.jsonl ends at round 2, but the run has got to round {done}"):
         read_run(path)
     assert call("show", path).exit_code == 2
+
+
+def test_the_metrics_of_a_longer_run_are_not_those_of_one_that_has_ended(tmp_path: Path) -> None:
+    """Restored from the wrong copy, they would be shown, and compared, with figures of rounds that never were."""
+    path, other = toy_run(tmp_path / "run"), toy_run(tmp_path / "other", toy_config(rounds=9, seed=1))
+    shutil.copy(other / "metrics.jsonl", path)
+    with pytest.raises(RecordError, match=r"metrics\.jsonl ends at round 9, but the run has got to round 7"):
+        read_run(path)
+    for options in ((), ("--repair",)):
+        code, text = fsck(path, *options)
+        assert (code, "it is that of another run" in text) == (1, True)
 
 
 def test_a_changed_bit_never_changes_a_table(made: Callable[..., Path]) -> None:

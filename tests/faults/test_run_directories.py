@@ -286,6 +286,28 @@ def test_a_users_files_are_not_left_behind_by_an_interruption(two: fp.Federation
     assert [(old / name).read_text() for name in ("a.txt", "b.txt")] == ["mine", "mine"]
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_users_files_among_the_checkpoints_move_to_the_successor(two: fp.Federation, old: Path) -> None:
+    (old / "checkpoints" / "files" / "notes.txt").write_text("mine")
+    with pytest.raises(KeyboardInterrupt):
+        train(two, old, At(1, stop), overwrite=True)
+    assert [path.name for path in old.parent.iterdir()] == ["run"]
+    assert (old / "checkpoints" / "files" / "notes.txt").read_text() == "mine"
+
+
+def test_what_a_replaced_run_has_left_does_not_stop_its_successor(two: fp.Federation, old: Path) -> None:
+    """A link in place of a folder, whose name the successor has taken."""
+    shutil.rmtree(old / "checkpoints")
+    (old / "checkpoints").symlink_to(old.parent)
+    aside = old.parent / f".{old.name}.replaced"
+    said = pytest.warns(RecordWarning, match=f"something of the old one is left in {aside}")
+    with said, pytest.raises(KeyboardInterrupt):
+        train(two, old, At(1, stop), overwrite=True)
+    with pytest.warns(RecordWarning, match=f"something of the old one is left in {aside}"):
+        assert fp.resume(old).status == "finished"
+    assert [path.name for path in aside.iterdir()] == ["checkpoints"]
+
+
 def test_where_a_run_cannot_come_back_it_is_said_where_it_lies(two: fp.Federation, old: Path) -> None:
     before = tree(old)
 
@@ -336,6 +358,28 @@ def test_a_killed_replacement_is_undone_by_the_next_attempt(two: fp.Federation, 
     assert code == 0
     assert "the earlier run is back in its place" in printed
     assert tree(old) == before
+
+
+@pytest.mark.filterwarnings("always::fedprism.records.RecordWarning")
+def test_a_run_that_is_set_aside_is_named_by_each_command_and_put_back_by_a_comparison(
+    two: fp.Federation, old: Path, tmp_path: Path
+) -> None:
+    path = old.rename(tmp_path / "ditto-0")
+    before = tree(path)
+    config = shutil.copy(path / "config.yaml", tmp_path / "same.yaml")
+    for begun in (False, True):
+        kill = At(None, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        settings = ("train.epochs=2",)
+        assert in_child(lambda: train(two, path, kill, overwrite=True, settings=settings)) == -signal.SIGKILL  # noqa: B023
+        if not begun:  # as if it had been killed a moment earlier
+            (path / "run.json").unlink()
+            (path / "metrics.jsonl").unlink()
+            for command in ("show", "fsck"):
+                code, printed = call(command, path)
+                assert (code, f"lies in {tmp_path / '.ditto-0.replaced'}" in printed) == (2, True)
+        code, printed = call("compare", config, "--methods", "ditto", "--out", tmp_path)
+        assert (code, "the earlier run is back in its place" in printed) == (0, True), printed
+        assert tree(path) == before
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
@@ -731,3 +775,55 @@ def test_the_demo_replaces_only_what_it_has_made(there: str, straight: Path, tmp
     code, printed = call("demo", "--rounds", "1", "--out", out)
     assert (code, tree(out) == before) == (2, True), printed
     assert "is not marked as made by `fedprism demo`" in printed
+
+
+def test_the_demo_does_not_replace_a_run_that_has_taken_the_place_of_its_own(
+    two: fp.Federation, straight: Path, tmp_path: Path
+) -> None:
+    """The other files of a run's directory stay with its successor, and the demo's mark is one of them."""
+    out = tmp_path / "demo"
+    assert call("demo", "--rounds", "1", "--out", out)[0] == 0
+    mine = train(two, out / "runs" / "local-0", overwrite=True)
+    code, printed = call("demo", "--rounds", "1", "--out", out)
+    assert (code, f"{mine} is not marked as made by `fedprism demo`" in printed) == (2, True)
+    assert results(mine) == results(straight)
+    shutil.rmtree(mine)
+    notes = out / "runs" / "ditto-0" / "checkpoints" / "notes.txt"
+    notes.write_text("mine")
+    before = tree(out)
+    code, printed = call("demo", "--rounds", "1", "--out", out)
+    assert (code, f"{notes} was not made by `fedprism demo`; move it away" in printed) == (2, True)
+    assert tree(out) == before
+    notes.unlink()
+    assert call("demo", "--rounds", "1", "--out", out)[0] == 0
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "checkpoints/files", ".lock"])
+def test_the_demo_does_not_begin_to_replace_a_run_of_which_a_part_is_a_link(name: str, tmp_path: Path) -> None:
+    out, precious = tmp_path / "demo", tmp_path / "precious"
+    assert call("demo", "--rounds", "1", "--out", out)[0] == 0
+    precious.mkdir()
+    (precious / "manifest-000001.json").write_text("mine")
+    link = out / "runs" / "ditto-0" / name
+    if link.is_dir():
+        shutil.rmtree(link)
+    else:
+        link.unlink()
+    link.symlink_to(precious if link.name != ".lock" else precious / "manifest-000001.json")
+    before = tree(tmp_path)
+    code, printed = call("demo", "--rounds", "1", "--out", out)
+    assert (code, f"{link} is a link" in printed, tree(tmp_path) == before) == (2, True, True)
+
+
+def test_a_lock_that_is_a_link_is_refused_where_a_run_is_made_or_replaced(
+    two: fp.Federation, old: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "new").mkdir()
+    (old / ".lock").unlink()
+    for path in (old, tmp_path / "new"):
+        (path / ".lock").symlink_to(tmp_path / "mine")
+        before = tree(tmp_path)
+        with pytest.raises(fp.RecordError, match=r"\.lock is a link, and nothing is written through a link: remove it"):
+            train(two, path, overwrite=True)
+        assert tree(tmp_path) == before
