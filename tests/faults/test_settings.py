@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
+import tracemalloc
 import typing
 import unicodedata
 from collections.abc import Callable, Iterator
@@ -31,11 +33,14 @@ from fedprism.federation import Federation
 from fedprism.federation import base as federation_base
 from fedprism.federation.partitions import PARTITIONS
 from fedprism.methods import METHODS, find, make
+from fedprism.methods.base import Client, Pass
 from fedprism.models import MODELS
 from fedprism.planning import directory_of, resolve
+from fedprism.round.training import Operations, PassRun
 from fedprism.schedules import SCHEDULES, learning_rate
 from fedprism.transforms import TRANSFORMS
 from fedprism.yamlfile import parse_yaml
+from tests.harness import loop_for
 
 LONGEST = 400  # characters of an error
 
@@ -403,6 +408,22 @@ def numbers() -> Iterator[tuple[str, str]]:
         for key, hint in typing.get_type_hints(cls).items():
             if key in {f.name for f in dataclasses.fields(cls)} and ("float" in str(hint) or hint is int):
                 yield name, f"method.{key}"
+
+
+def test_many_epochs_take_time_and_no_memory(two: Federation) -> None:
+    """They are not all made before the first one is trained."""
+    method, config = fp.FedAvg(), structure({"train": {"epochs": 20_000}}, Config)
+    ctx = loop_for(method, config, two).context(1).replace(client_id=two.names[0], data=two.clients[two.names[0]])
+    spec, client = Pass(method.loss), typing.cast(Client, None)
+    run = PassRun(client, spec, ctx, config, Operations())
+    tracemalloc.start()
+    try:
+        first = [epoch.order.tolist() for epoch in itertools.islice(run.epochs(), 3)]
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert len({*map(tuple, first)}) == 3
+    assert len([*replace(run, spec=replace(spec, steps=1)).epochs()]) == 1
 
 
 LONGER = ("epochs", "rounds", "steps", "samples", "batches")  # in the name of a setting: 1e9 of them never end
