@@ -443,6 +443,38 @@ def test_a_name_cannot_end_a_row_of_a_markdown_table() -> None:
 
 
 # --- outputs that cannot be written ----------------------------------------------------------------------------------
+# --- code that ends the program ---------------------------------------------------------------------------------------
+
+EXITS = """
+import sys
+from dataclasses import dataclass
+import fedprism as fp
+
+@dataclass(frozen=True)
+class Exits(fp.FedAvg):
+    def combine(self, server, mean, ctx):
+        sys.exit(0)
+"""
+
+
+@pytest.mark.parametrize("where", ["as it is loaded", "in a round"])
+def test_somebodys_code_that_ends_the_program_is_no_success(tmp_path: Path, where: str) -> None:
+    config = {
+        "data": {"name": "digits-skew", "partition": {"name": "domain", "clients": 2}, "samples": 20},
+        "model": "mlp",
+        "train": {"rounds": 1},
+        "run": {"device": "cpu", "engine": "inprocess"},
+    }
+    (tmp_path / "tiny.yaml").write_text(json.dumps(config))
+    (tmp_path / "exits.py").write_text(EXITS + "sys.exit(0)\n" * (where == "as it is loaded"))
+    run = ["run", str(tmp_path / "tiny.yaml"), "--method", f"{tmp_path / 'exits.py'}:Exits"]
+    done = CliRunner().invoke(app, [*run, "--out", str(tmp_path / "run")])
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: Python code that is not part of fedprism has ended the program by sys.exit()")
+    assert done.stderr.count("\n") == 1
+    assert f"`fedprism resume {tmp_path / 'run'}` goes on." in done.stderr or where == "as it is loaded"
+
+
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
