@@ -125,11 +125,12 @@ IMAGES, LABELS = np.zeros((4, 1, 6, 6), np.uint8), np.arange(4) % 2
         (torch.from_numpy(IMAGES).to_sparse(), LABELS, "must be dense"),
         (IMAGES, torch.from_numpy(LABELS).to_sparse(), "must be dense"),
         (IMAGES[:, :0], LABELS, "there is nothing in them"),
+        (np.zeros((20, 1, 6, 6), np.uint8), np.full(20, -1), "range from -1 to -1; expected whole numbers from 0"),
     ],
-    ids=["masked", "sparse images", "sparse labels", "no channels"],
+    ids=["masked", "sparse images", "sparse labels", "no channels", "no label"],
 )
 def test_arrays_that_are_none(x: Any, y: Any, words: str) -> None:
-    with pytest.raises(DataError, match=f"client 'a': images.*{words}"):
+    with pytest.raises(DataError, match=f"client 'a'.*{words}"):
         Federation.from_arrays({"a": (x, y)})
 
 
@@ -442,7 +443,6 @@ def test_a_name_cannot_end_a_row_of_a_markdown_table() -> None:
     assert cells == [3, 3, 3, 0, 0]
 
 
-# --- outputs that cannot be written ----------------------------------------------------------------------------------
 # --- code that ends the program ---------------------------------------------------------------------------------------
 
 EXITS = """
@@ -475,6 +475,7 @@ def test_somebodys_code_that_ends_the_program_is_no_success(tmp_path: Path, wher
     assert f"`fedprism resume {tmp_path / 'run'}` goes on." in done.stderr or where == "as it is loaded"
 
 
+# --- outputs that cannot be written ----------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -554,6 +554,34 @@ def test_the_limits_are_documented() -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("seed", [10**5000, 1.0, None, "0"], ids=["huge", "float", "none", "text"])
+def test_a_seed_that_is_none(seed: Any) -> None:
+    refused(lambda: fp.make_federation("digits-skew", seed=seed), ConfigError)
+    refused(lambda: Federation.from_arrays({"north": (IMAGES, np.arange(20) % 2)}, seed=seed), ConfigError)
+
+
+def test_a_number_of_clients_that_equals_nothing() -> None:
+    message = refused(lambda: fp.make_federation("digits-skew", clients=float("nan")), ConfigError)  # type: ignore[arg-type]
+    assert message == "nan is not a whole number @ data.partition.clients"
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["compare", "FILE", "--methods", "local", "--seeds", "9" * 5000],
+        ["compare", "FILE", "--methods", "," * 5000],
+        ["bench", "--quick", "--device", "x" * 5000],
+        ["run", "FILE", "--set", f"run.device={'x' * 4000}"],
+    ],
+    ids=["seeds", "methods", "device", "run.device"],
+)
+def test_an_option_of_any_length_is_short_in_its_error(args: list[str], tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").write_text("")
+    result = CliRunner().invoke(app, [str(tmp_path / "empty.yaml") if arg == "FILE" else arg for arg in args])
+    assert result.exit_code == 2
+    assert len(result.stderr) <= LONGEST
+
+
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
