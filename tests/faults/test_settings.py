@@ -106,6 +106,9 @@ FAULTY = {
     "unhashable key": ("{[1]: 2}", "found unhashable key", 0),
     "a tag of Python": ("seed: !!python/object/apply:os.getcwd []", "could not determine a constructor", 0),
     "null character": ("seed: 1\ntrain: \0", r"the character '\x00' is not allowed", 2),
+    "no such character": ('seed: 1\ntrain: "\\U00110000"', "the number of a character", 2),
+    "no character at all": ('seed: "\\UFFFFFFFF"', "the number of a character", 0),
+    "long version": (f"%YAML 1.{'9' * 5000}\n---\nseed: 1", "or of a version is too large", 1),
     "two documents": ("seed: 1\n---\nseed: 2", "but found another document", 2),
     "unfinished": ("train: [", "cannot be read as YAML", 0),
     "long tag": ("seed: !" + "x" * 5000 + " 1", "cannot be read as YAML", 0),
@@ -124,7 +127,9 @@ def test_a_faulty_file_is_one_line_with_its_name_and_the_line(name: str, tmp_pat
         assert f"(line {line})" in message
 
 
-@pytest.mark.parametrize("name", ["impossible date", "wrong bool", "deep", "laughs", "alias of itself"])
+@pytest.mark.parametrize(
+    "name", ["impossible date", "wrong bool", "no such character", "deep", "laughs", "alias of itself"]
+)
 def test_every_reader_of_yaml_refuses_it(name: str, tmp_path: Path) -> None:
     text, words, _ = FAULTY[name]
     message = refused(lambda: override({}, [f"train={text}"]), ConfigError)
@@ -159,6 +164,7 @@ def test_options_in_the_name_of_a_dataset() -> None:
         ("train:\n  rounds: 3\n  epochs: 1\n  'rounds': 5", "the key 'rounds' is given twice, in lines 2 and 4"),
         ("seed: 0\ntrain: {rounds: 3, rounds: 5}", "the key 'rounds' is given twice (line 2)"),
         ("{seed: 1, seed: 1}", "the key 'seed' is given twice."),
+        ("method:\n  =: 1\n  '=': 2", "the key '=' is given twice, in lines 2 and 3"),
         ("method: {name: fedprox, 1: 2, 0x1: 3}", "the key 1 is given twice"),
         ("base: &a {x: 1}\nmethod:\n  <<: {x: 1, x: 2}", "the key 'x' is given twice (line 3)"),
     ],
