@@ -16,7 +16,7 @@ from fedprism.errors import ConfigError, short, shown
 from fedprism.files import open_regular
 
 # `<<` and `=` have no value of their own: what they do is decided when the mapping is made.
-_SPECIAL = ("tag:yaml.org,2002:merge", "tag:yaml.org,2002:value")
+_MERGE, _VALUE = "tag:yaml.org,2002:merge", "tag:yaml.org,2002:value"
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
@@ -71,6 +71,13 @@ class _Loader(yaml.SafeLoader):
         self._measures: dict[yaml.Node, tuple[int, int]] = {}  # nodes in it, and levels; aliases written out
         self._level = 0
 
+    def fetch_more_tokens(self) -> None:
+        """A character `"\\UFFFFFFFF"`, or a version of YAML of thousands of digits, is Python's own error here."""
+        try:
+            super().fetch_more_tokens()
+        except (OverflowError, ValueError):
+            raise _refused("the number of a character or of a version is too large", self.get_mark()) from None
+
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if self._level == limits.DEPTH:
@@ -101,9 +108,9 @@ class _Loader(yaml.SafeLoader):
         """PyYAML takes the last of several values with the same key. Several `<<` are all merged, so they may stay."""
         lines: dict[Any, int] = {}
         for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.tag in _SPECIAL:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE:
                 continue
-            name, line = self.construct_object(key), key.start_mark.line + 1
+            name, line = key.value if key.tag == _VALUE else self.construct_object(key), key.start_mark.line + 1
             if name in lines:
                 where = f", in lines {lines[name]} and {line}; keep one of them" if line > lines[name] else ""
                 raise _refused(f"the key {shown(name)} is given twice{where}", None if where else key.start_mark)

@@ -25,7 +25,7 @@ from fedprism.bench.workloads import (
 from fedprism.engines import ENGINES
 from fedprism.engines.numerics import choose_device, choose_precision
 from fedprism.engines.processes.engine import cores
-from fedprism.errors import ConfigError, unknown
+from fedprism.errors import ConfigError, shown, unknown
 from fedprism.federation import Federation
 from fedprism.methods import find
 from fedprism.methods.base import Pass
@@ -82,7 +82,7 @@ def find_device(name: str) -> torch.device:
         return choose_device(name)
     except ConfigError:
         raise ConfigError(
-            f"--device is {name!r}; expected auto, cpu, cuda or cuda:INDEX, and PyTorch sees "
+            f"--device is {shown(name)}; expected auto, cpu, cuda or cuda:INDEX, and PyTorch sees "
             f"{torch.cuda.device_count()} GPUs here. Give --device cpu, or leave it out."
         ) from None
 

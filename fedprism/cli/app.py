@@ -72,13 +72,17 @@ class _Stream(TextIOWrapper):
         raise NotImplementedError
 
 
+class Unwritten(SystemExit):
+    """Standard output cannot be written. What there is to say has been said."""
+
+
 class _Output(_Stream):
     """Standard output: a command that cannot write it ends, quietly where its reader has gone."""
 
     def _failed(self, error: OSError) -> None:
         if error.errno != errno.EPIPE:
             print(f"error: standard output could not be written: {error.strerror}.", file=sys.stderr)
-        raise SystemExit(1)
+        raise Unwritten(1)
 
 
 class _Messages(_Stream):

@@ -11,7 +11,7 @@ import typer
 
 from fedprism import config as configuration
 from fedprism.config import Config
-from fedprism.errors import ConfigError
+from fedprism.errors import ConfigError, shown
 
 ProtocolOption = Annotated[
     str | None,
@@ -57,7 +57,7 @@ def check_protocol(protocol: str | None) -> None:
 def parse_names(text: str, option: str = "--methods", example: str = "local,fedavg,fedbn") -> list[str]:
     names = [name.strip() for name in text.split(",")]
     if not all(names):
-        raise ConfigError(f"{option} is {text!r}; expected names separated by commas, such as {example}.")
+        raise ConfigError(f"{option} is {shown(text)}; expected names separated by commas, such as {example}.")
     return names
 
 
@@ -65,4 +65,5 @@ def parse_seeds(text: str | None, default: int) -> list[int]:
     try:
         return [default] if text is None else [int(number) for number in text.split(",")]
     except ValueError:
-        raise ConfigError(f"--seeds is {text!r}; expected whole numbers separated by commas, such as 0,1,2.") from None
+        expected = "whole numbers separated by commas, such as 0,1,2"
+        raise ConfigError(f"--seeds is {shown(text)}; expected {expected}.") from None

@@ -15,6 +15,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
+from fedprism.cli.app import Unwritten
 from fedprism.errors import FedprismError, escaped_lines, printable
 from fedprism.round.memory import enough_memory
 from fedprism.round.signals import Ended, ending_in_order
@@ -72,11 +73,15 @@ def print_table(table: Table | Grid | ClientTable) -> None:
 def user_errors(interrupted: str = "", begun: Path | None = None) -> Iterator[None]:
     """Print errors, interruptions and warnings as one message each, without a traceback.
 
-    `interrupted` says how to go on after an interruption. If `begun` does not exist, there is nothing to go on with.
+    `interrupted` says how to go on after an interruption, also one by somebody's code. If `begun` does not exist, there
+    is nothing to go on with.
     """
 
     def warn(message: Warning | str, *_: Any, **__: Any) -> None:
         print_message(f"warning: {message}", "yellow")
+
+    def left() -> str:
+        return "Nothing was begun." if begun is not None and not begun.exists() else interrupted
 
     try:
         with ending_in_order(), enough_memory(), warnings.catch_warnings():
@@ -92,9 +97,14 @@ def user_errors(interrupted: str = "", begun: Path | None = None) -> Iterator[No
         print_message(f"error: {where} cannot be used: {error.strerror}. Name another path, or repair this one.", "red")
         raise typer.Exit(2) from None
     except (KeyboardInterrupt, Ended) as stopped:
-        nothing = begun is not None and not begun.exists()
-        print_message("stopped. Nothing was begun." if nothing else f"stopped. {interrupted}".strip(), "yellow")
+        print_message(f"stopped. {left()}".strip(), "yellow")
         raise typer.Exit(stopped.exit_code if isinstance(stopped, Ended) else 130) from None
+    except Unwritten:
+        raise
+    except SystemExit as end:  # of somebody's own code: its exit code may be 0, and nothing would be said
+        problem = "Python code that is not part of fedprism has ended the program by sys.exit(), so nothing is complete"
+        print_message(f"error: {problem}. Take the call out. {left()}".strip(), "red")
+        raise typer.Exit(2) from end
 
 
 @contextmanager

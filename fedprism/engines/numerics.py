@@ -11,7 +11,7 @@ import torch
 
 from fedprism.config import RunConfig
 from fedprism.engines.compiler import compiler_cache
-from fedprism.errors import ConfigError
+from fedprism.errors import ConfigError, shown
 
 
 def choose_device(name: str) -> torch.device:
@@ -21,12 +21,12 @@ def choose_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"run.device is {name!r}; expected auto, cpu, cuda or cuda:INDEX.") from None
+        raise ConfigError(f"run.device is {shown(name)}; expected auto, cpu, cuda or cuda:INDEX.") from None
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"run.device is {name!r}; expected auto, cpu, cuda or cuda:INDEX.")
+        raise ConfigError(f"run.device is {shown(name)}; expected auto, cpu, cuda or cuda:INDEX.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
-            f"run.device is {name!r}, but PyTorch sees {torch.cuda.device_count()} GPUs; set run.device: cpu."
+            f"run.device is {shown(name)}, but PyTorch sees {torch.cuda.device_count()} GPUs; set run.device: cpu."
         )
     # With its number, as tensors name theirs: else nothing on it would seem to be there already.
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedprism import keys, limits
 from fedprism.config import SPLITS, DataConfig, structure
 from fedprism.data import check_names
-from fedprism.errors import DataError, unknown
+from fedprism.errors import ConfigError, DataError, shown, unknown
 from fedprism.federation.splits import check_shares, split
 
 SHOWN = 20  # clients in a repr
@@ -231,6 +231,7 @@ class Federation:
           north  train 35, validation 5, test 10
           south  train 18, validation 2, test 10
         """
+        check_seed(seed)
         check_names("client", clients)
         check_shares(validation, test)
         given = {client: _given_splits(client, value) for client, value in clients.items()}
@@ -260,6 +261,13 @@ class Federation:
             made[client] = ClientData(client, domain, **complete, classes=len(names))
         empty = Split(every[0].x[:0].clone(), every[0].y[:0].clone())
         return cls(name, made, names, (channels, height, width), seed, config, empty)
+
+
+def check_seed(seed: Any) -> None:
+    """Refuse what is no seed."""
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ConfigError(f"seed is {shown(seed)}; expected a whole number.")
+    limits.check_plain(seed)
 
 
 def _given_splits(client: str, value: Any) -> dict[str, Split]:
@@ -345,6 +353,7 @@ def _check(own: Split, shape: tuple[int, ...], classes: int, what: str) -> None:
         )
         raise DataError(f"{what}: {len(own)} labels and {own.images} inputs {given}; expected as many, {wanted}.")
     if len(own) and (int(own.y.min()) < 0 or int(own.y.max()) >= classes):
+        expected_labels = f"0 to {classes - 1}" if classes > 0 else "whole numbers from 0"
         raise DataError(
-            f"{what}: labels range from {int(own.y.min())} to {int(own.y.max())}; expected 0 to {classes - 1}."
+            f"{what}: labels range from {int(own.y.min())} to {int(own.y.max())}; expected {expected_labels}."
         )

@@ -14,8 +14,8 @@ import torch
 from fedprism import keys
 from fedprism.config import SPLITS, DataConfig, Named, plain, structure
 from fedprism.data import Dataset, load
-from fedprism.errors import ConfigError, DataError
-from fedprism.federation.base import ClientData, Federation, Split
+from fedprism.errors import ConfigError, DataError, shown
+from fedprism.federation.base import ClientData, Federation, Split, check_seed
 from fedprism.federation.partitions import Domain, Partition, Share, partition_of, parts_of
 from fedprism.federation.splits import Indices, SplitIndices, as_the_smallest, check_split, count, split, stratified
 
@@ -36,13 +36,13 @@ def make_federation(
       tinted  train 100, validation 36, test 216
       left out: 1093
     """
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ConfigError(f"seed is {seed!r}; expected a whole number.")
+    check_seed(seed)
     partition = settings.pop("partition", "domain")
     raw = dict(partition) if isinstance(partition, Mapping) else plain(structure(partition, Named, "partition"))
     if clients is not None:
-        if raw.get("clients", clients) != clients:
-            raise ConfigError(f"clients is {clients} and partition says {raw['clients']}; give one of them.")
+        if "clients" in raw and raw["clients"] != clients:
+            both = f"clients is {shown(clients)} and partition says {shown(raw['clients'])}"
+            raise ConfigError(f"{both}; give one of them.")
         raw["clients"] = clients
     return build_federation(structure({"name": name, "partition": raw, **settings}, DataConfig, "data"), seed)
 

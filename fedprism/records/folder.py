@@ -80,11 +80,20 @@ def remove(folder: Path, made: Collection[Identity] | None = None) -> None:
 
 def complete(folder: Path) -> bool:
     """Whether a run has its first round and its first checkpoint on disk."""
-    return begun(folder) and any((folder / CHECKPOINTS).glob("manifest-*.json"))
+    return _has_rounds(folder) and _has_checkpoint(folder)
 
 
 def begun(folder: Path) -> bool:
-    """Whether a round has been recorded; metrics that cannot be read may hold some."""
+    """Whether a round has been recorded. A checkpoint is of one, even if the metrics are gone."""
+    return _has_rounds(folder) or _has_checkpoint(folder)
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    return any((folder / CHECKPOINTS).glob("manifest-*.json"))
+
+
+def _has_rounds(folder: Path) -> bool:
+    """Whether there are metrics of a round; those that cannot be read may be some."""
     try:
         return bool(metrics.intact(folder / metrics.METRICS)[0])
     except RecordError:

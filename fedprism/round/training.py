@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -80,18 +80,20 @@ class PassRun:
     def augment(self) -> Callable[[Tensor, Draw], Tensor]:
         return augmentation(self.config.data.augment if self.spec.data == "train" else "none")
 
-    def epochs(self) -> list[Epoch]:
-        """The batches of each epoch, in the same order for every pass of a round unless the pass names a stream."""
+    def epochs(self) -> Iterator[Epoch]:
+        """The batches of each epoch, in the same order for every pass of a round unless the pass names a stream.
+
+        One epoch at a time: memory must not grow with their number.
+        """
         spec, train, ctx, count = self.spec, self.config.train, self.ctx, len(self.split)
         size, left = spec.batch_size or train.batch_size, spec.steps
-        epochs = []
         for epoch in range(train.epochs if spec.epochs is None else spec.epochs):
             order = keys.generator(ctx.info.seed, "batches", spec.stream, ctx.round, ctx.client_id or "", epoch)
             sizes = batch_sizes(count, size, train.last_batch, spec.min_batch)[:left]
             left = None if left is None else left - len(sizes)
-            if sizes:
-                epochs.append(Epoch(torch.randperm(count, generator=order)[: sum(sizes)], sizes))
-        return epochs
+            if not sizes:
+                return  # nor do later epochs have any
+            yield Epoch(torch.randperm(count, generator=order)[: sum(sizes)], sizes)
 
     def noise(self, epoch: int) -> tuple[Noise, Noise]:
         """The noise of an epoch: of the loss, and of the augmentation, which is the same for every pass."""

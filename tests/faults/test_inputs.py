@@ -125,11 +125,12 @@ IMAGES, LABELS = np.zeros((4, 1, 6, 6), np.uint8), np.arange(4) % 2
         (torch.from_numpy(IMAGES).to_sparse(), LABELS, "must be dense"),
         (IMAGES, torch.from_numpy(LABELS).to_sparse(), "must be dense"),
         (IMAGES[:, :0], LABELS, "there is nothing in them"),
+        (np.zeros((20, 1, 6, 6), np.uint8), np.full(20, -1), "range from -1 to -1; expected whole numbers from 0"),
     ],
-    ids=["masked", "sparse images", "sparse labels", "no channels"],
+    ids=["masked", "sparse images", "sparse labels", "no channels", "no label"],
 )
 def test_arrays_that_are_none(x: Any, y: Any, words: str) -> None:
-    with pytest.raises(DataError, match=f"client 'a': images.*{words}"):
+    with pytest.raises(DataError, match=f"client 'a'.*{words}"):
         Federation.from_arrays({"a": (x, y)})
 
 
@@ -440,6 +441,38 @@ def test_a_name_cannot_end_a_row_of_a_markdown_table() -> None:
     lines = markdown(grid).splitlines()
     cells = [len(re.findall(r"(?<!\\)\|", line)) for line in lines]
     assert cells == [3, 3, 3, 0, 0]
+
+
+# --- code that ends the program ---------------------------------------------------------------------------------------
+
+EXITS = """
+import sys
+from dataclasses import dataclass
+import fedprism as fp
+
+@dataclass(frozen=True)
+class Exits(fp.FedAvg):
+    def combine(self, server, mean, ctx):
+        sys.exit(0)
+"""
+
+
+@pytest.mark.parametrize("where", ["as it is loaded", "in a round"])
+def test_somebodys_code_that_ends_the_program_is_no_success(tmp_path: Path, where: str) -> None:
+    config = {
+        "data": {"name": "digits-skew", "partition": {"name": "domain", "clients": 2}, "samples": 20},
+        "model": "mlp",
+        "train": {"rounds": 1},
+        "run": {"device": "cpu", "engine": "inprocess"},
+    }
+    (tmp_path / "tiny.yaml").write_text(json.dumps(config))
+    (tmp_path / "exits.py").write_text(EXITS + "sys.exit(0)\n" * (where == "as it is loaded"))
+    run = ["run", str(tmp_path / "tiny.yaml"), "--method", f"{tmp_path / 'exits.py'}:Exits"]
+    done = CliRunner().invoke(app, [*run, "--out", str(tmp_path / "run")])
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: Python code that is not part of fedprism has ended the program by sys.exit()")
+    assert done.stderr.count("\n") == 1
+    assert f"`fedprism resume {tmp_path / 'run'}` goes on." in done.stderr or where == "as it is loaded"
 
 
 # --- outputs that cannot be written ----------------------------------------------------------------------------------

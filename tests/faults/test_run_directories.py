@@ -508,6 +508,24 @@ def test_a_directory_in_the_place_of_a_moved_run_is_left_alone(
         shutil.rmtree(there)
 
 
+def test_a_run_whose_metrics_are_deleted_while_it_goes_on_keeps_the_rest(
+    two: fp.Federation, straight: Path, tmp_path: Path
+) -> None:
+    """They may come back from a copy, and then it goes on."""
+    out, kept = tmp_path / "run", tmp_path / "metrics.jsonl"
+
+    def act() -> None:
+        (out / "metrics.jsonl").rename(kept)
+        stop()
+
+    with pytest.raises(KeyboardInterrupt):
+        train(two, out, At(2, act))
+    assert run_status(out) == "interrupted"
+    kept.rename(out / "metrics.jsonl")
+    fp.resume(out)
+    assert results(out) == results(straight)
+
+
 @pytest.mark.parametrize("state", ["memory", "disk"])
 def test_a_deleted_run_does_not_come_back_in_part(two: fp.Federation, tmp_path: Path, state: str) -> None:
     out = tmp_path / "run"

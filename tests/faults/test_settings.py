@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
+import tracemalloc
 import typing
 import unicodedata
 from collections.abc import Callable, Iterator
@@ -31,11 +33,14 @@ from fedprism.federation import Federation
 from fedprism.federation import base as federation_base
 from fedprism.federation.partitions import PARTITIONS
 from fedprism.methods import METHODS, find, make
+from fedprism.methods.base import Client, Pass
 from fedprism.models import MODELS
 from fedprism.planning import directory_of, resolve
+from fedprism.round.training import Operations, PassRun
 from fedprism.schedules import SCHEDULES, learning_rate
 from fedprism.transforms import TRANSFORMS
 from fedprism.yamlfile import parse_yaml
+from tests.harness import loop_for
 
 LONGEST = 400  # characters of an error
 
@@ -101,6 +106,9 @@ FAULTY = {
     "unhashable key": ("{[1]: 2}", "found unhashable key", 0),
     "a tag of Python": ("seed: !!python/object/apply:os.getcwd []", "could not determine a constructor", 0),
     "null character": ("seed: 1\ntrain: \0", r"the character '\x00' is not allowed", 2),
+    "no such character": ('seed: 1\ntrain: "\\U00110000"', "the number of a character", 2),
+    "no character at all": ('seed: "\\UFFFFFFFF"', "the number of a character", 0),
+    "long version": (f"%YAML 1.{'9' * 5000}\n---\nseed: 1", "or of a version is too large", 1),
     "two documents": ("seed: 1\n---\nseed: 2", "but found another document", 2),
     "unfinished": ("train: [", "cannot be read as YAML", 0),
     "long tag": ("seed: !" + "x" * 5000 + " 1", "cannot be read as YAML", 0),
@@ -119,7 +127,9 @@ def test_a_faulty_file_is_one_line_with_its_name_and_the_line(name: str, tmp_pat
         assert f"(line {line})" in message
 
 
-@pytest.mark.parametrize("name", ["impossible date", "wrong bool", "deep", "laughs", "alias of itself"])
+@pytest.mark.parametrize(
+    "name", ["impossible date", "wrong bool", "no such character", "deep", "laughs", "alias of itself"]
+)
 def test_every_reader_of_yaml_refuses_it(name: str, tmp_path: Path) -> None:
     text, words, _ = FAULTY[name]
     message = refused(lambda: override({}, [f"train={text}"]), ConfigError)
@@ -154,6 +164,7 @@ def test_options_in_the_name_of_a_dataset() -> None:
         ("train:\n  rounds: 3\n  epochs: 1\n  'rounds': 5", "the key 'rounds' is given twice, in lines 2 and 4"),
         ("seed: 0\ntrain: {rounds: 3, rounds: 5}", "the key 'rounds' is given twice (line 2)"),
         ("{seed: 1, seed: 1}", "the key 'seed' is given twice."),
+        ("method:\n  =: 1\n  '=': 2", "the key '=' is given twice, in lines 2 and 3"),
         ("method: {name: fedprox, 1: 2, 0x1: 3}", "the key 1 is given twice"),
         ("base: &a {x: 1}\nmethod:\n  <<: {x: 1, x: 2}", "the key 'x' is given twice (line 3)"),
     ],
@@ -405,6 +416,22 @@ def numbers() -> Iterator[tuple[str, str]]:
                 yield name, f"method.{key}"
 
 
+def test_many_epochs_take_time_and_no_memory(two: Federation) -> None:
+    """They are not all made before the first one is trained."""
+    method, config = fp.FedAvg(), structure({"train": {"epochs": 20_000}}, Config)
+    ctx = loop_for(method, config, two).context(1).replace(client_id=two.names[0], data=two.clients[two.names[0]])
+    spec, client = Pass(method.loss), typing.cast(Client, None)
+    run = PassRun(client, spec, ctx, config, Operations())
+    tracemalloc.start()
+    try:
+        first = [epoch.order.tolist() for epoch in itertools.islice(run.epochs(), 3)]
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert len({*map(tuple, first)}) == 3
+    assert len([*replace(run, spec=replace(spec, steps=1)).epochs()]) == 1
+
+
 LONGER = ("epochs", "rounds", "steps", "samples", "batches")  # in the name of a setting: 1e9 of them never end
 
 
@@ -531,6 +558,34 @@ def test_the_limits_are_documented() -> None:
     assert len(values) > 5
     missing = [value for value in values if f"{value:,}" not in page and f"{value:g}".replace("+", "") not in page]
     assert not missing
+
+
+@pytest.mark.parametrize("seed", [10**5000, 1.0, None, "0"], ids=["huge", "float", "none", "text"])
+def test_a_seed_that_is_none(seed: Any) -> None:
+    refused(lambda: fp.make_federation("digits-skew", seed=seed), ConfigError)
+    refused(lambda: Federation.from_arrays({"north": (IMAGES, np.arange(20) % 2)}, seed=seed), ConfigError)
+
+
+def test_a_number_of_clients_that_equals_nothing() -> None:
+    message = refused(lambda: fp.make_federation("digits-skew", clients=float("nan")), ConfigError)  # type: ignore[arg-type]
+    assert message == "nan is not a whole number @ data.partition.clients"
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["compare", "FILE", "--methods", "local", "--seeds", "9" * 5000],
+        ["compare", "FILE", "--methods", "," * 5000],
+        ["bench", "--quick", "--device", "x" * 5000],
+        ["run", "FILE", "--set", f"run.device={'x' * 4000}"],
+    ],
+    ids=["seeds", "methods", "device", "run.device"],
+)
+def test_an_option_of_any_length_is_short_in_its_error(args: list[str], tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").write_text("")
+    result = CliRunner().invoke(app, [str(tmp_path / "empty.yaml") if arg == "FILE" else arg for arg in args])
+    assert result.exit_code == 2
+    assert len(result.stderr) <= LONGEST
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
