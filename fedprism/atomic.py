@@ -15,11 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fedprism.errors import FedprismError, RecordError
+from fedprism.errors import FedprismError, RecordError, short
 from fedprism.files import BINARY, NO_LINK, NotAFile, open_regular, read_bytes
 
 _SUFFIX = ".partial"
 _PROBE = 1 << 16  # bytes
+_SHOWN = 500  # characters of a path in an error
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -171,4 +172,4 @@ def reporting(what: str, rescue: str) -> Iterator[None]:
     except OSError as error:
         if error.errno in _FORBIDDEN:
             rescue = rescue.replace("make room", "allow writing").replace("Make room", "Allow writing")
-        raise RecordError(f"{what} could not be written: {error.strerror or error}. {rescue}") from error
+        raise RecordError(f"{short(what, _SHOWN)} could not be written: {error.strerror or error}. {rescue}") from error

@@ -516,6 +516,7 @@ PATHS = {
     "check": ["check", f"{LONG}.py:X"],
     "bench": ["bench", "--quick", "--out", f"{LONG}.json"],
     "demo": ["demo", "--quick", "--out", LONG],
+    "page": ["show", "RUN", "--report", f"{LONG}.html"],
     "a method's NUL": ["run", "--print-config", "--set", r'method.name="a\0b.py:X"'],
     "a folder's NUL": ["data", "inspect", "digits-skew", "--set", r'data.name="folder:a\0b"'],
     "a run's NUL": ["run", "CONFIG", "--set", r'run.out="a\0b"'],
@@ -526,9 +527,11 @@ PATHS = {
 def test_a_path_that_no_system_has_is_an_error_in_one_line(tmp_path: Path, args: list[str]) -> None:
     config = tmp_path / "some.yaml"
     config.write_text("data: {name: digits-skew}\n", encoding="utf-8")
-    done = CliRunner().invoke(app, [str(config) if arg == "CONFIG" else arg for arg in args])
+    there = {"CONFIG": config, "RUN": toy_run(tmp_path / "run") if "RUN" in args else None}
+    done = CliRunner().invoke(app, [str(there.get(arg, arg)) for arg in args])
     assert done.exit_code == 2
     assert done.stderr.startswith("error: ")
+    assert len(done.stderr) < 2_000
     assert done.stderr.count("\n") == 1
     assert harmless(done.stderr)
 
