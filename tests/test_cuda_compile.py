@@ -67,7 +67,7 @@ def compiling(config: Config) -> Config:
 # --- traced steps ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", by_method(default=("fedavg", "fedcp", "fedfomo")))
+@pytest.mark.parametrize("method", by_method(default=("fedavg", "fedcp", "fedfomo", "fedsce")))
 @pytest.mark.usefixtures("graphs")
 def test_a_traced_step_computes_the_same_to_rounding(method: str, unequal: Federation) -> None:
     """The graph that would be compiled, run as it is: convolutions as products and batch norm written out included."""

@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
 from types import FrameType
@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import torch
 
-from fedprism import api
+from fedprism import api, atomic
 from fedprism.config import Config, read
 from fedprism.engines.inprocess import InProcess
 from fedprism.federation import build_federation
 from fedprism.methods import make
 from fedprism.methods.base import State
-from fedprism.records import RunDirectory, checkpoint
+from fedprism.records import RunDirectory
 from fedprism.records.checkpoint import Checkpoints
 from fedprism.records.metrics import ordered
 from fedprism.records.standing import Standing
@@ -174,7 +174,7 @@ def test_the_example_is_that_of_the_issue() -> None:
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
-def test_a_checkpoint_writes_what_changed_and_reads_nothing(
+def test_a_checkpoint_writes_what_changed_and_reads_what_it_copies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     names = [f"client-{i:04d}" for i in range(500)]
@@ -186,11 +186,15 @@ def test_a_checkpoint_writes_what_changed_and_reads_nothing(
         states[name] = {"w": torch.tensor([float(place)])}
     store, reads = Checkpoints(tmp_path), Counter[str]()
 
-    def counted(path: Path) -> bytes:
-        reads["files"] += 1
-        return path.read_bytes()
+    def counted(real: Callable[[Path], Any]) -> Callable[[Path], Any]:
+        def call(path: Path) -> Any:
+            reads[path.parent.name] += path.exists()
+            return real(path)
 
-    monkeypatch.setattr(checkpoint, "_read", counted)
+        return call
+
+    for name in ("read", "sha256"):
+        monkeypatch.setattr(atomic, name, counted(getattr(atomic, name)))
     server = {"w": torch.tensor([-1.0])}
     store.save(Snapshot(0, server, states.snapshot()), keep=())
     before = {path.name for path in store.files.iterdir()}
@@ -203,7 +207,7 @@ def test_a_checkpoint_writes_what_changed_and_reads_nothing(
         assert len(after - before) == 2
         assert len(after) <= 501 + 2  # the last two checkpoints
         before = after
-    assert not reads
+        assert reads == Counter(files=2 * 499)  # once, for the copies of what checkpoints share: verified, and read
     states.close()
 
 

@@ -142,7 +142,8 @@ class FedSCE(Method):
 
     def flat(self, local: nn.Module) -> Tensor:
         """The last p layers as one vector."""
-        return torch.cat([local.get_parameter(name).flatten() for name in leaves.last(local, self.p)])
+        names = set(leaves.last(local, self.p))
+        return torch.cat([tensor.flatten() for name, tensor in local.named_parameters() if name in names])
 
     def turn(self, client: Client, ctx: Context) -> None:
         d, space = self.flat(client.model.local) - client["begin"], client.model.space

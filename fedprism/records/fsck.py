@@ -334,6 +334,10 @@ class _Check:
         except RecordError:
             self.add(file, "cannot be read", "restore it from a copy; timings are no results")
             return
+        if not file.exists() and self.found.rounds:
+            remedy = "timings are no results, and an empty file takes its place"
+            self.add(file, "is missing", remedy, lambda: self.replace(file, b""))
+            return
         good = [line for line in lines if metrics.timing_of(line) is not None]
         self.found.verified += file.exists()
         if len(good) < len(lines):

@@ -17,8 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from fedprism import api, cli
 from fedprism import config as configuration
 from fedprism.cli.output import user_errors
@@ -26,6 +24,7 @@ from fedprism.federation import build_federation
 from fedprism.records import runfile
 from fedprism.round.events import Callback, RoundRecord, Snapshot
 from fedprism.store.serialize import serialize
+from fedprism.yamlfile import read_yaml
 
 CONFIG = {
     "data": {"name": "digits-skew", "samples": 20, "partition": {"name": "domain", "clients": 2}},
@@ -62,7 +61,7 @@ def command(*words: str) -> Callable[[], None]:
 def overwrite() -> None:
     """Train in the place of another run."""
     with user_errors():
-        given = yaml.safe_load(Path("mine.yaml").read_text(encoding="utf-8"))
+        given = read_yaml("mine.yaml")
         rest = {key: value for key, value in given.items() if key not in ("data", "seed", "model", "method")}
         settings = [f"{key}={json.dumps(value)}" for key, value in runfile.flat(rest).items()]
         config = configuration.read("mine.yaml")
