@@ -795,6 +795,7 @@ def test_the_demo_replaces_only_what_it_has_made(there: str, straight: Path, tmp
     assert "is not marked as made by `fedprism demo`" in printed
 
 
+@pytest.mark.slow
 def test_the_demo_does_not_replace_a_run_that_has_taken_the_place_of_its_own(
     two: fp.Federation, straight: Path, tmp_path: Path
 ) -> None:
@@ -816,7 +817,9 @@ def test_the_demo_does_not_replace_a_run_that_has_taken_the_place_of_its_own(
     assert call("demo", "--rounds", "1", "--out", out)[0] == 0
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "checkpoints/files", ".lock"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) for n in ("checkpoints", ".lock")] + ["checkpoints/files"]
+)
 def test_the_demo_does_not_begin_to_replace_a_run_of_which_a_part_is_a_link(name: str, tmp_path: Path) -> None:
     out, precious = tmp_path / "demo", tmp_path / "precious"
     assert call("demo", "--rounds", "1", "--out", out)[0] == 0
