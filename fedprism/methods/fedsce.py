@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal
 
 import torch
@@ -142,8 +143,7 @@ class FedSCE(Method):
 
     def flat(self, local: nn.Module) -> Tensor:
         """The last p layers as one vector."""
-        names = set(leaves.last(local, self.p))
-        return torch.cat([tensor.flatten() for name, tensor in local.named_parameters() if name in names])
+        return torch.cat([attrgetter(name)(local).flatten() for name in leaves.last(local, self.p)])
 
     def turn(self, client: Client, ctx: Context) -> None:
         d, space = self.flat(client.model.local) - client["begin"], client.model.space
